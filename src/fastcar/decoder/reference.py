@@ -1,0 +1,150 @@
+"""The reference decoder: plain PyTorch, and the specification of every other engine.
+
+Per layer: attention, score, decision, then the MLP for the rows that compute and the cached output for those that
+replay (paper, algorithm 1). Replayed rows are gathered out beforehand; where all rows replay the MLP is not touched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastcar.decoder.kv_cache import KVCache
+from fastcar.decoder.llama import LlamaModel, apply_rope, rope_tables
+from fastcar.geometry import Geometry
+from fastcar.replay.cache import ReplayCache
+from fastcar.replay.config import ReplayConfig
+from fastcar.replay.score import LayerState
+from fastcar.replay.trace import ReplayTrace
+
+__all__ = ["ReferenceDecoder"]
+
+
+class ReferenceDecoder:
+    """Decodes with a :class:`LlamaModel`'s weights, in their dtype and on their device. See :class:`Decoder`.
+
+    Several decoders may share one model: all state is the decoder's own.
+    """
+
+    name = "reference"
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.model, self.config = model, model.config
+        self.reset()
+
+    def reset(self) -> None:
+        self.geometry: Geometry | None = None
+        self.kv: KVCache | None = None
+        self.replay: ReplayCache | None = None
+        self.steps = 0
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        embeds: Tensor,
+        geometry: Geometry,
+        *,
+        mask: Tensor | None = None,
+        replay: ReplayConfig | None = None,
+        pairs: bool = False,
+    ) -> Tensor:
+        self.reset()
+        c = self.config
+        rows, length, hidden = embeds.shape
+        if hidden != c.hidden_size or length != geometry.prefix or length < 1:
+            raise ValueError(
+                f"prompt embeddings must be [rows, {geometry.prefix} >= 1, {c.hidden_size}], got {tuple(embeds.shape)}"
+            )
+        device = embeds.device
+        self.geometry, self.rows, self.pairs = geometry, rows, pairs
+        self.kv = KVCache(c, rows, geometry.positions, embeds.dtype, device)
+        if replay is not None:
+            self.replay = ReplayCache(
+                replay,
+                geometry,
+                c.layers,
+                rows,
+                hidden,
+                c.kv_heads,
+                c.head_dim,
+                pairs=pairs,
+                dtype=embeds.dtype,
+                device=device,
+            )
+        real = torch.ones(rows, length, dtype=torch.bool, device=device) if mask is None else mask.bool()
+        self.padded = not bool(real.all())
+        self.visible = torch.ones(rows, geometry.positions, dtype=torch.bool, device=device)
+        self.visible[:, :length] = real
+        self.lengths = real.sum(1)
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        cos, sin = (t[:, None] for t in rope_tables(positions, c.head_dim, c.rope_theta))
+        attention_mask = None
+        if self.padded:
+            causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            # A padding query sees itself: an empty row of the softmax would be NaN.
+            attention_mask = causal & (real[:, None, None] | torch.eye(length, dtype=torch.bool, device=device))
+        x = embeds
+        for n, layer in enumerate(self.model.layers):
+            x, keys, values = layer(x, cos, sin, attention_mask)
+            self.kv.write(n, 0, keys, values)
+        return self.model.norm(x[:, -1])
+
+    @torch.no_grad()
+    def step(self, embeds: Tensor) -> Tensor:
+        if self.geometry is None or self.kv is None:
+            raise RuntimeError("step before prefill: feed the prompts first")
+        if self.steps >= self.geometry.steps:
+            raise RuntimeError(f"the clip has {self.geometry.steps} decode steps and all are done")
+        if embeds.shape != (self.rows, self.config.hidden_size):
+            raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
+        slot = self.geometry.prefix + self.steps
+        cos, sin = rope_tables(self.lengths + self.steps, self.config.head_dim, self.config.rope_theta)
+        cos, sin = cos[:, None, None], sin[:, None, None]
+        mask = self.visible[:, None, None, : slot + 1] if self.padded else None
+        x = embeds[:, None]
+        for n, layer in enumerate(self.model.layers):
+            query, key, value = layer.self_attn.qkv(layer.input_layernorm(x))
+            rotated_query, rotated_key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+            self.kv.write(n, slot, rotated_key, value)
+            x = x + layer.self_attn.attend(rotated_query, *self.kv.read(n, slot + 1), mask)
+            mlp_input = layer.post_attention_layernorm(x)[:, 0]
+            if self.replay is None:
+                output = layer.mlp(mlp_input)
+            else:
+                state = LayerState(query[:, :, 0], rotated_query[:, :, 0], rotated_key[:, :, 0], mlp_input)
+                output = self._mlp_or_replay(n, layer.mlp, state)
+            x = x + output[:, None]
+        self.steps += 1
+        if self.replay is not None:
+            self.replay.advance()
+        return self.model.norm(x[:, 0])
+
+    def _mlp_or_replay(self, n: int, mlp: torch.nn.Module, state: LayerState) -> Tensor:
+        assert self.replay is not None
+        replayed = self.replay.decide(n, state)
+        skipped = int(replayed.sum())
+        if skipped == 0:
+            output = mlp(state.mlp_input)
+        elif skipped == len(replayed):
+            output = self.replay.aligned_output(n)
+        else:
+            output = self.replay.aligned_output(n).clone()
+            computed = ~replayed
+            output[computed] = mlp(state.mlp_input[computed])
+        self.replay.finish(n, output)
+        return output
+
+    def memory(self) -> dict[str, int]:
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return {
+            "weights": weights,
+            "kv_cache": self.kv.memory() if self.kv else 0,
+            "replay": self.replay.memory() if self.replay else 0,
+        }
+
+    def trace(self) -> ReplayTrace:
+        if self.geometry is None:
+            raise RuntimeError("no clip was decoded yet")
+        if self.replay is not None:
+            return self.replay.trace()
+        return ReplayTrace.dense(self.geometry, self.config.layers, self.rows, self.pairs)

@@ -1,0 +1,228 @@
+"""Train the mini model's decoder on the codes of captioned clips.
+
+Every step sees some whole clips and more first frames alone: a first frame costs an eighth of a clip, and what
+the objects are is decided there. Matrices learn by Muon, all else by AdamW; the rate is constant, then falls
+linearly over the last part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from fastcar.models.mini.codec import MiniCodec
+from fastcar.models.mini.model import MiniConfig, MiniModel
+from fastcar.models.mini.text import START, WordTokenizer
+from fastcar.training.checkpoint import generator, load_checkpoint, save_checkpoint
+from fastcar.training.clips import ClipSource
+
+__all__ = ["CodeClips", "DecoderTraining", "encode_clips", "train_decoder"]
+
+
+@dataclass(frozen=True)
+class DecoderTraining:
+    """How to train the decoder.
+
+    Attributes:
+        steps: optimiser steps in all.
+        clips: whole clips a step.
+        first_frames: first frames a step, beside those of the clips.
+        muon_rate, adam_rate: peak learning rates of matrices and of all else.
+        decay_from: share of the steps after which the rates fall linearly to 2 %.
+        drop_caption: share of rows whose caption is blanked, for classifier-free guidance.
+        corrupt: largest share of input codes replaced at random; each row draws its own share below it.
+        depth_weights: weight of each depth's cross-entropy; the last one holds for all deeper ones.
+        seed: of weights and of the order of everything.
+    """
+
+    steps: int = 5000
+    clips: int = 8
+    first_frames: int = 24
+    muon_rate: float = 3e-3
+    adam_rate: float = 2e-3
+    weight_decay: float = 0.02
+    warmup: int = 100
+    decay_from: float = 0.55
+    drop_caption: float = 0.1
+    corrupt: float = 0.06
+    depth_weights: tuple[float, ...] = (1.0, 0.7)
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The share of the peak rates that holds at a step."""
+        begin = self.decay_from * self.steps
+        fall = max(0.0, (step - begin) / max(1.0, self.steps - begin))
+        return min(1.0, (step + 1) / self.warmup) * (1 - 0.98 * fall)
+
+
+@dataclass(frozen=True)
+class CodeClips:
+    """Encoded clips: codes int64 or int16 [clips, F*N, D] and word ids int64 [clips, P]."""
+
+    codes: Tensor
+    words: Tensor
+
+
+def encode_clips(
+    codec: MiniCodec, tokenizer: WordTokenizer, source: ClipSource, count: int, cache: Path | None = None
+) -> CodeClips:
+    """Encode the first ``count`` clips of a source, or read them from ``cache`` if it holds the same ones."""
+    digest = hashlib.sha256(codec.codebook.cpu().numpy().tobytes()).hexdigest()
+    header = {"kind": "codes", "codec": digest, "count": count, "source": repr(source), "words": tokenizer.words}
+    if cache and cache.exists():
+        state, found = load_checkpoint(cache)
+        if found == json.loads(json.dumps(header)):
+            return CodeClips(state["codes"], state["words"])
+    device = codec.codebook.device
+    codes, words = [], []
+    for start in tqdm(range(0, count, 32), desc="encoding clips", file=sys.stderr, mininterval=5):
+        clips = [source.get(i) for i in range(start, min(start + 32, count))]
+        frames = torch.from_numpy(np.stack([clip for clip, _ in clips])).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=False):
+            codes.append(codec.encode(frames).flatten(1, 2).to(torch.int16).cpu())
+        words.append(torch.stack([tokenizer.encode(caption) for _, caption in clips]))
+    result = CodeClips(torch.cat(codes), torch.cat(words))
+    if cache:
+        save_checkpoint(cache, {"codes": result.codes, "words": result.words}, header)
+    return result
+
+
+def draw_batch(
+    data: CodeClips, rows: int, tokens: int, training: DecoderTraining, size: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random rows: ``(word ids, codes to foretell, codes to feed)``; some captions blank, some fed codes wrong."""
+    pick = torch.randint(len(data.codes), (rows,), generator=rng)
+    words, target = data.words[pick].clone(), data.codes[pick, :tokens].long()
+    blank = torch.rand(rows, generator=rng) < training.drop_caption
+    words[blank] = 0
+    words[blank, -1] = START
+    share = torch.rand(rows, 1, generator=rng) * training.corrupt
+    wrong = torch.rand(rows, tokens, generator=rng) < share
+    noise = torch.randint(size, target.shape, generator=rng)
+    return words, target, torch.where(wrong[..., None], noise, target)
+
+
+def cross_entropy(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor) -> Tensor:
+    """Cross-entropy of every token and depth, float32 [B, T, D]."""
+    hidden = model.decoder(model.inputs(words, fed))[:, -target.shape[1] :]
+    logits = model.depth_head(hidden.flatten(0, 1), target.flatten(0, 1)[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+    return loss.view(target.shape)
+
+
+def make_optimisers(model: MiniModel, training: DecoderTraining) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside blocks, AdamW for embeddings, classifiers and norms."""
+    blocks = [*model.decoder.layers, *model.depth_head.layers]
+    matrices = [p for block in blocks for p in block.parameters() if p.dim() == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(
+            matrices, lr=training.muon_rate, weight_decay=training.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=training.adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+@torch.no_grad()
+def validate(model: MiniModel, data: CodeClips, frame: int) -> str:
+    """Cross-entropy by depth on held-out clips, first frame / later frames."""
+    losses = []
+    device = next(model.parameters()).device
+    for words, codes in zip(data.words.split(8), data.codes.split(8), strict=True):
+        codes = codes.long().to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            losses.append(cross_entropy(model, words.to(device), codes, codes))
+    loss = torch.cat(losses)
+    first, later = loss[:, :frame].mean((0, 1)), loss[:, frame:].mean((0, 1))
+    return " ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(first.tolist(), later.tolist(), strict=True))
+
+
+def train_decoder(
+    config: MiniConfig,
+    training: DecoderTraining,
+    data: CodeClips,
+    held_out: CodeClips,
+    output: Path,
+    start_from: Path | None = None,
+    device: str = "cpu",
+    compile: bool = True,
+    save_every: int = 200,
+    log: Callable[[str], None] | None = None,
+) -> MiniModel:
+    """Train a model into ``output`` (a checkpoint), going on from it if it exists.
+
+    The number of steps may be changed between runs: the schedule then follows the new number from there on.
+
+    Args:
+        start_from: a checkpoint whose weights a new run begins with.
+
+    Raises:
+        ValueError: ``output`` holds a run with other settings.
+    """
+    free = replace(training, steps=0, decay_from=0.0)  # what may change between runs of one training
+    header = json.loads(json.dumps({"kind": "decoder", "config": asdict(config), "training": asdict(free)}))
+    torch.manual_seed(training.seed)
+    model = MiniModel(config).to(device)
+    optimisers = make_optimisers(model, training)
+    step = 0
+    if output.exists():
+        state, found = load_checkpoint(output)
+        if {k: found.get(k) for k in header} != header:
+            raise ValueError(f"{output} holds a run with other settings; delete it or choose another output")
+        step = found["step"]
+        model.load_state_dict(state["model"])
+        for optimiser, saved in zip(optimisers, (state["muon"], state["adam"]), strict=True):
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": saved})
+    elif start_from:
+        model.load_state_dict(load_checkpoint(start_from)[0]["model"])
+
+    def save() -> None:
+        muon, adam = (optimiser.state_dict()["state"] for optimiser in optimisers)
+        save_checkpoint(output, {"model": model.state_dict(), "muon": muon, "adam": adam}, {**header, "step": step})
+
+    loss_of = torch.compile(cross_entropy, dynamic=False) if compile else cross_entropy
+    size, frame = config.codec.codebook_size, config.codec.tokens_per_frame
+    weights = torch.tensor(training.depth_weights)
+    weights = weights[torch.arange(config.codec.depth).clamp(max=len(weights) - 1)].to(device)
+    clip = data.codes.shape[1]
+    bar = tqdm(total=training.steps, initial=step, desc="decoder", file=sys.stderr, mininterval=10)
+    while step < training.steps:
+        rng = generator(training.seed, step)
+        for optimiser, peak in zip(optimisers, (training.muon_rate, training.adam_rate), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * training.rate(step)
+        rows = [(training.clips, clip), (training.first_frames, frame)]
+        tokens = sum(n * length for n, length in rows)
+        shown = 0.0
+        for n, length in rows:
+            if n == 0:
+                continue
+            batch = [t.to(device) for t in draw_batch(data, n, length, training, size, rng)]
+            with torch.autocast(device, torch.bfloat16):
+                loss = (loss_of(model, *batch) * weights).sum() / (tokens * weights.sum())
+            loss.backward()
+            shown += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        step += 1
+        bar.update()
+        bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
+        if step % save_every == 0 or step == training.steps:
+            save()
+            if log:
+                log(f"step {step} loss {shown:.4f} held out {validate(model, held_out, frame)}")
+    bar.close()
+    return model
