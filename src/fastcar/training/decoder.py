@@ -74,21 +74,28 @@ class CodeClips:
 
 
 def encode_clips(
-    codec: MiniCodec, tokenizer: WordTokenizer, source: ClipSource, count: int, cache: Path | None = None
+    codec: MiniCodec,
+    tokenizer: WordTokenizer,
+    source: ClipSource,
+    start: int,
+    count: int,
+    cache: Path | None = None,
+    first_frames: bool = False,
 ) -> CodeClips:
-    """Encode the first ``count`` clips of a source, or read them from ``cache`` if it holds the same ones."""
+    """Encode ``count`` clips of a source, or their first frames alone, or read them from ``cache`` if they are there."""
     digest = hashlib.sha256(codec.codebook.cpu().numpy().tobytes()).hexdigest()
-    header = {"kind": "codes", "codec": digest, "count": count, "source": repr(source), "words": tokenizer.words}
+    about = {"start": start, "count": count, "first_frames": first_frames, "source": repr(source)}
+    header = {"kind": "codes", "codec": digest, "words": tokenizer.words, **about}
     if cache and cache.exists():
         state, found = load_checkpoint(cache)
         if found == json.loads(json.dumps(header)):
             return CodeClips(state["codes"], state["words"])
     device = codec.codebook.device
     codes, words = [], []
-    for start in tqdm(range(0, count, 32), desc="encoding clips", file=sys.stderr, mininterval=5):
-        clips = [source.get(i) for i in range(start, min(start + 32, count))]
-        frames = torch.from_numpy(np.stack([clip for clip, _ in clips])).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=False):
+    for begin in tqdm(range(start, start + count, 64), desc="encoding clips", file=sys.stderr, mininterval=5):
+        clips = [source.get(i % len(source)) for i in range(begin, min(begin + 64, start + count))]
+        frames = torch.from_numpy(np.stack([clip[:1] if first_frames else clip for clip, _ in clips])).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
             codes.append(codec.encode(frames).flatten(1, 2).to(torch.int16).cpu())
         words.append(torch.stack([tokenizer.encode(caption) for _, caption in clips]))
     result = CodeClips(torch.cat(codes), torch.cat(words))
@@ -152,6 +159,7 @@ def train_decoder(
     config: MiniConfig,
     training: DecoderTraining,
     data: CodeClips,
+    firsts: CodeClips,
     held_out: CodeClips,
     output: Path,
     start_from: Path | None = None,
@@ -165,6 +173,7 @@ def train_decoder(
     The number of steps may be changed between runs: the schedule then follows the new number from there on.
 
     Args:
+        data, firsts, held_out: clips, first frames, and clips to validate on.
         start_from: a checkpoint whose weights a new run begins with.
 
     Raises:
@@ -202,13 +211,13 @@ def train_decoder(
         for optimiser, peak in zip(optimisers, (training.muon_rate, training.adam_rate), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = peak * training.rate(step)
-        rows = [(training.clips, clip), (training.first_frames, frame)]
-        tokens = sum(n * length for n, length in rows)
+        parts = [(data, training.clips, clip), (firsts, training.first_frames, frame)]
+        tokens = sum(n * length for _, n, length in parts)
         shown = 0.0
-        for n, length in rows:
+        for source, n, length in parts:
             if n == 0:
                 continue
-            batch = [t.to(device) for t in draw_batch(data, n, length, training, size, rng)]
+            batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng)]
             with torch.autocast(device, torch.bfloat16):
                 loss = (loss_of(model, *batch) * weights).sum() / (tokens * weights.sum())
             loss.backward()

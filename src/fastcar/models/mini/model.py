@@ -79,15 +79,17 @@ class TokenEmbedding(nn.Module):
         self.neighbourhood = nn.Linear(len(_NEIGHBOURS) * config.code_dim, h, bias=False)
         self.place = nn.Parameter(torch.randn(config.codec.tokens_per_frame, h) * 0.02)
         self.time = nn.Parameter(torch.randn(config.frames, h) * 0.02)
-        g = config.codec.grid
+        self.place_neighbours()
+
+    def place_neighbours(self) -> None:
+        """Make the tables (not weights) that say where each target's neighbours stand."""
+        g = self.config.codec.grid
         y, x = torch.arange(g).repeat_interleave(g), torch.arange(g).repeat(g)
-        back = torch.tensor([n[0] for n in _NEIGHBOURS])
-        ny = y[:, None] + torch.tensor([n[1] for n in _NEIGHBOURS])
-        nx = x[:, None] + torch.tensor([n[2] for n in _NEIGHBOURS])
-        inside = (ny >= 0) & (ny < g) & (nx >= 0) & (nx < g)
+        back, down, right = torch.tensor(_NEIGHBOURS).unbind(1)
+        ny, nx = y[:, None] + down, x[:, None] + right
         # offset of each neighbour from its target in raster order over frames, and whether it lies in the picture
-        self.register_buffer("offset", (ny - y[:, None]) * g + nx - x[:, None] - back * g * g, persistent=False)
-        self.register_buffer("inside", inside, persistent=False)
+        self.register_buffer("offset", down * g + right - back * g * g + 0 * y[:, None], persistent=False)
+        self.register_buffer("inside", (ny >= 0) & (ny < g) & (nx >= 0) & (nx < g), persistent=False)
 
     def prompt(self, words: Tensor) -> Tensor:
         """Word ids int64 [B, P] (0 = padding) to embeddings [B, P, H]."""
@@ -103,11 +105,12 @@ class TokenEmbedding(nn.Module):
         """Codes int64 [..., D] to the sum of their embeddings [..., E]."""
         return sum(self.codes[d][codes[..., d]] for d in range(self.config.codec.depth))
 
-    def targets(self, vectors: Tensor, first: int, count: int, caption: Tensor) -> Tensor:
+    def targets(self, vectors: Tensor, first: int, count: int, caption: Tensor, begin: int = 0) -> Tensor:
         """Decoder inputs of the targets ``first ... first + count - 1``.
 
         Args:
-            vectors: code vectors [B, T, E] of the clip's tokens from the first on, at least up to the last target - 1.
+            vectors: code vectors [b, T, E] of the clip's tokens from token ``begin`` on, at least up to the last
+                target - 1; b is B, or a divisor of it (both rows of a guidance pair see the same tokens).
             caption: [B, H], from :meth:`caption_mean`.
 
         Returns:
@@ -118,9 +121,9 @@ class TokenEmbedding(nn.Module):
         place, frame = target % n, (target // n).clamp(max=self.config.frames - 1)
         index = target[:, None] + self.offset[place]
         known = self.inside[place] & (index >= 0)
-        around = vectors[:, index.clamp(0, vectors.shape[1] - 1)] * known[None, :, :, None].to(vectors.dtype)
-        x = self.neighbourhood(around.flatten(2))
-        return x + self.place[place] + self.time[frame] + caption[:, None]
+        around = vectors[:, (index - begin).clamp(0, vectors.shape[1] - 1)] * known[None, :, :, None].to(vectors.dtype)
+        x = self.neighbourhood(around.flatten(2)) + self.place[place] + self.time[frame]
+        return x.repeat(len(caption) // len(x), 1, 1) + caption[:, None]
 
 
 class MiniDepthHead(nn.Module):
@@ -135,7 +138,7 @@ class MiniDepthHead(nn.Module):
         self.depths = nn.Parameter(torch.randn(codec.depth, h) * 0.02)
         self.layers = nn.ModuleList(LlamaLayer(config.depth_decoder) for _ in range(config.depth_layers))
         self.norm = RMSNorm(h, config.decoder.rms_norm_eps)
-        self.classifier = nn.Parameter(torch.randn(codec.depth, codec.codebook_size, h) * h**-0.5)
+        self.classifier = nn.Parameter(torch.randn(codec.depth, codec.codebook_size, h) * 0.02)
 
     def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
         """Teacher-forced logits [M, D', V] from hidden [M, H] and the codes before each depth, int64 [M, D' - 1]."""

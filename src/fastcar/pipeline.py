@@ -1,0 +1,340 @@
+"""From prompts to clips: ``load`` a model, call the :class:`Pipeline`, get a :class:`Clip`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastcar.decoder.base import Decoder
+from fastcar.decoder.reference import ReferenceDecoder
+from fastcar.models.base import VideoModel
+from fastcar.models.registry import load_model
+from fastcar.replay.config import ReplayConfig
+from fastcar.replay.trace import ReplayStats, ReplayTrace
+from fastcar.sampling import SamplingConfig, SeededNoise, draw, guide, probabilities
+
+__all__ = ["DTYPES", "ENGINES", "Clip", "ClipStats", "Pipeline", "Timing", "load"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINES = {"reference": ReferenceDecoder}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall-clock seconds of one call, which may have made several clips at once.
+
+    Attributes:
+        total: everything.
+        prefill: embedding and prefilling the prompts.
+        decode: all decode steps with their sampling and embedding.
+        parts: seconds by part: ``decoder`` (the steps' layers), ``depth_head`` (with sampling), ``embed``, ``codec``.
+        steps: decode steps.
+    """
+
+    total: float
+    prefill: float
+    decode: float
+    parts: dict[str, float]
+    steps: int
+
+
+@dataclass(frozen=True)
+class ClipStats:
+    """One clip's settings, cost and replay in numbers; ``str()`` prints them."""
+
+    prompt: str
+    frames: int
+    height: int
+    width: int
+    seed: int
+    dtype: str
+    engine: str
+    clips_in_batch: int
+    timing: Timing
+    replay: ReplayStats
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds of decoding per position (for all clips of the batch together)."""
+        return 1000 * self.timing.decode / max(1, self.timing.steps)
+
+    def to_dict(self) -> dict[str, object]:
+        """Flat and JSON-ready."""
+        return {
+            "prompt": self.prompt,
+            "frames": self.frames,
+            "height": self.height,
+            "width": self.width,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "engine": self.engine,
+            "clips_in_batch": self.clips_in_batch,
+            "seconds": self.timing.total,
+            "seconds_prefill": self.timing.prefill,
+            "seconds_decode": self.timing.decode,
+            "seconds_by_part": self.timing.parts,
+            "ms_per_token": self.ms_per_token,
+            "replay_ratio": self.replay.replay_ratio,
+            "replay_share_of_all": self.replay.replay_share_of_all,
+            "both_rows_rate": self.replay.both_rows_rate,
+            "mlp_rows_total": self.replay.mlp_rows_total,
+            "mlp_rows_replayed": self.replay.mlp_rows_replayed,
+        }
+
+    def __str__(self) -> str:
+        r, t = self.replay, self.timing
+        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in t.parts.items())
+        layers = " ".join(f"{ratio:.2f}" for ratio in r.by_layer)
+        return (
+            f"{self.frames} frames of {self.width}x{self.height}, seed {self.seed}, {self.engine} in {self.dtype}\n"
+            f"{t.total:.2f} s: prefill {t.prefill:.2f}, decode {t.decode:.2f} ({self.ms_per_token:.2f} ms a token); "
+            f"by part: {parts}\n"
+            f"replay ratio {r.replay_ratio:.3f} ({r.mlp_rows_replayed} of {r.mlp_rows_total} MLP rows, "
+            f"{r.replay_share_of_all:.3f} of all); both rows of a pair {r.both_rows_rate:.3f}; by layer {layers}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """A generated clip.
+
+    Attributes:
+        frames: uint8 [F, H, W, 3].
+        codes: int64 [F, N, D].
+        stats: settings, cost and replay in numbers.
+        trace: every replay decision.
+        fps: frames a second.
+    """
+
+    frames: np.ndarray
+    codes: np.ndarray
+    stats: ClipStats
+    trace: ReplayTrace
+    fps: int = 8
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``.mp4``, ``.gif`` or a ``.png`` contact sheet, whole or not at all.
+
+        Raises:
+            ValueError: another extension.
+        """
+        from fastcar.video import write_video  # PyAV and Pillow are slow to import, and not needed to generate
+
+        return write_video(self.frames, path, fps=self.fps)
+
+
+@dataclass
+class _Clock:
+    parts: dict[str, float] = field(
+        default_factory=lambda: {"decoder": 0.0, "depth_head": 0.0, "embed": 0.0, "codec": 0.0}
+    )
+    last: float = 0.0
+
+    def start(self) -> float:
+        self.last = time.perf_counter()
+        return self.last
+
+    def stop(self, part: str) -> None:
+        now = time.perf_counter()
+        self.parts[part] += now - self.last
+        self.last = now
+
+
+class Pipeline:
+    """A model and an engine. Calls are independent: nothing of one is left in the next."""
+
+    def __init__(self, model: VideoModel, engine: str = "auto", dtype: str = "float32") -> None:
+        self.model, self.dtype = model, dtype
+        self.decoder: Decoder = _engine(engine)(model.decoder)
+
+    @overload
+    def __call__(self, prompt: str, **options: object) -> Clip: ...
+    @overload
+    def __call__(self, prompt: Sequence[str], **options: object) -> list[Clip]: ...
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        replay: float | ReplayConfig | None = None,
+        frames: int | None = None,
+        seed: int | Sequence[int] = 0,
+        guidance: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        progress: Progress | None = None,
+    ) -> Clip | list[Clip]:
+        """Generate a clip, or a list of clips for a list of prompts, in one batch.
+
+        Args:
+            replay: a target ratio in 0..1 for the model's recommended setting, a config, or None for dense.
+            frames: frames of the clip; the model's own number if not given.
+            seed: one for every clip, or one each. A clip depends on its own seed only, not on what it is batched with.
+            guidance, temperature, top_k, top_p: instead of the model's recommended sampling.
+            progress: called with (frames done, frames) after every frame.
+
+        Raises:
+            ValueError: a bad prompt or setting.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        run = _Run(self, prompts, seeds, replay, frames, guidance, temperature, top_k, top_p)
+        for done, _ in enumerate(run.frames(), start=1):
+            if progress:
+                progress(done, run.geometry.frames)
+        clips = run.clips()
+        return clips[0] if isinstance(prompt, str) else clips
+
+    def stream(self, prompt: str, **options: object) -> Iterator[np.ndarray]:
+        """Generate a clip and yield its frames, uint8 [H, W, 3], each as soon as it is drawn. Options as for a call."""
+        names = ("replay", "frames", "guidance", "temperature", "top_k", "top_p")
+        unknown = set(options) - {*names, "seed"}
+        if unknown:
+            raise TypeError(f"stream got unknown options: {', '.join(sorted(unknown))}")
+        seed = options.get("seed", 0)
+        run = _Run(self, [prompt], [seed], *(options.get(name) for name in names))  # type: ignore[arg-type,list-item]
+        for frame in run.frames():
+            yield frame[0].cpu().numpy()
+
+    def replay_config(self, replay: float | ReplayConfig | None) -> ReplayConfig | None:
+        """The config that a ``replay=`` argument stands for.
+
+        Raises:
+            ValueError: a ratio outside 0..1, or a config that does not fit the model.
+        """
+        if replay is None:
+            return None
+        if not isinstance(replay, ReplayConfig):
+            replay = self.model.recommended_replay(replay)
+        replay.check(self.decoder.config.layers)
+        return replay
+
+
+class _Run:
+    """One batch on its way from prompts to clips."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        prompts: list[str],
+        seeds: list[int],
+        replay: float | ReplayConfig | None,
+        frames: int | None,
+        guidance: float | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+    ) -> None:
+        self.pipe, self.prompts, self.seeds = pipe, prompts, seeds
+        model = pipe.model
+        if not prompts:
+            raise ValueError("no prompt given")
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+        for prompt in prompts:
+            model.check_prompt(prompt)
+        self.geometry = model.geometry(model.frames if frames is None else frames)
+        given = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.sampling = replace(model.sampling, **{k: v for k, v in given.items() if v is not None})
+        self.replay = pipe.replay_config(replay)
+        self.noise = SeededNoise(seeds, model.depth, model.codebook_size)
+        self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
+        self.pictures: list[Tensor] = []
+        self.clock = _Clock()
+
+    def frames(self) -> Iterator[Tensor]:
+        """Generate; yield each frame of all clips, uint8 [b, H, W, 3]."""
+        model, decoder, geometry, clock = self.pipe.model, self.pipe.decoder, self.geometry, self.clock
+        began = clock.start()
+        inputs = model.prompts(self.prompts, self.sampling.guided)
+        hidden = decoder.prefill(
+            inputs.embeds, geometry, mask=inputs.mask, replay=self.replay, pairs=self.sampling.guided
+        )
+        self.prefill = clock.start() - began
+        n = geometry.tokens_per_frame
+        for token in range(geometry.tokens):
+            if token:
+                embeds = model.next_input(inputs, self.codes[:, :token])
+                clock.stop("embed")
+                hidden = decoder.step(embeds)
+                clock.stop("decoder")
+            self.codes[:, token] = model.depth_head.sample(hidden, self._chooser(token))[: len(self.prompts)]
+            clock.stop("depth_head")
+            if (token + 1) % n == 0:
+                picture = model.codec.decode(self.codes[:, None, token + 1 - n : token + 1])[:, 0]
+                self.pictures.append(picture)
+                clock.stop("codec")
+                yield picture
+                clock.start()
+        self.total = self.prefill + sum(clock.parts.values())
+
+    def _chooser(self, token: int) -> Callable[[int, Tensor], Tensor]:
+        noise = self.noise.at(token)
+
+        def choose(depth: int, logits: Tensor) -> Tensor:
+            if self.sampling.guided:
+                logits = guide(logits.float(), self.sampling.guidance)
+            chosen = draw(probabilities(logits, self.sampling), noise[:, depth])
+            return chosen.repeat(2) if self.sampling.guided else chosen
+
+        return choose
+
+    def clips(self) -> list[Clip]:
+        trace, count = self.pipe.decoder.trace(), len(self.prompts)
+        decode = sum(self.clock.parts[part] for part in ("decoder", "depth_head", "embed"))
+        timing = Timing(self.total, self.prefill, decode, dict(self.clock.parts), self.geometry.steps)
+        frames = torch.stack(self.pictures, 1).cpu().numpy()
+        self.pipe.decoder.reset()
+        clips = []
+        for row, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True)):
+            own = trace.rows([row, row + count] if self.sampling.guided else [row])
+            _, height, width, _ = frames[row].shape
+            stats = ClipStats(
+                prompt=prompt,
+                frames=self.geometry.frames,
+                height=height,
+                width=width,
+                seed=seed,
+                dtype=self.pipe.dtype,
+                engine=self.pipe.decoder.name,
+                clips_in_batch=count,
+                timing=timing,
+                replay=own.statistics(),
+            )
+            codes = self.codes[row].unflatten(0, (self.geometry.frames, -1)).numpy()
+            clips.append(Clip(frames[row], codes, stats, own, self.pipe.model.fps))
+        return clips
+
+
+def _engine(name: str) -> Callable[..., Decoder]:
+    if name == "auto":
+        name = "reference"
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}; expected auto or one of {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def load(name_or_path: str | Path = "mini", *, dtype: str = "float32", engine: str = "auto") -> Pipeline:
+    """Load a model: a shipped one by name, or a checkpoint folder.
+
+    Args:
+        dtype: ``"float32"`` or ``"bfloat16"``, of weights and activations.
+        engine: ``"auto"`` or ``"reference"``.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: an unknown dtype or engine, or a checkpoint that is damaged or of an unknown family.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    _engine(engine)
+    return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype)
