@@ -69,31 +69,23 @@ class ReplayCache:
         """Which rows replay this layer's MLP at the current step: bool [B]."""
         slot = self.step % self.slots
         aligned = self.geometry.aligned(self.step) % self.slots
-        if not self.geometry.may_replay(self.step):
-            if self.remembered is not None:
-                self._remember(layer, slot, state)
-            return self.replayed[self.step, layer]
-        before = None if self.remembered is None else self.remembered[layer, aligned]
-        scores = self.score.compute(state, before)
-        if self.pairs and self.config.tie_guidance:
-            scores = torch.minimum(*scores.chunk(2)).repeat(2)
-        mask = self.policy.decide(layer, scores)
-        if self.config.max_age is not None:
-            fresh = self.age[layer, aligned] < self.config.max_age
+        mask = self.replayed[self.step, layer]
+        fresh = {"key": state.rotated_key, "input": state.mlp_input, None: None}[self.score.remembers]
+        if self.geometry.may_replay(self.step):
+            before = None if self.remembered is None else self.remembered[layer, aligned]
+            scores = self.score.compute(state, before)
+            young = None if self.config.max_age is None else self.age[layer, aligned] < self.config.max_age
             if self.pairs and self.config.tie_guidance:
-                fresh = torch.logical_and(*fresh.chunk(2)).repeat(2)
-            mask = mask & fresh
-        self.scores[self.step, layer] = scores
-        self.replayed[self.step, layer] = mask
-        if self.remembered is not None:
-            self._remember(layer, slot, state)
+                scores = torch.minimum(*scores.chunk(2)).repeat(2)
+            self.scores[self.step, layer] = scores
+            mask.copy_(self.policy.decide(layer, scores))
+            if young is not None:
+                mask &= young
             if self.score.remembers == "input":  # a replayed output keeps the input that produced it
-                self.remembered[layer, slot] = torch.where(mask[:, None], before, self.remembered[layer, slot])
+                fresh = torch.where(mask[:, None], before, fresh)
+        if self.remembered is not None:
+            self.remembered[layer, slot] = fresh
         return mask
-
-    def _remember(self, layer: int, slot: int, state: LayerState) -> None:
-        value = state.rotated_key if self.score.remembers == "key" else state.mlp_input
-        self.remembered[layer, slot] = value
 
     def aligned_output(self, layer: int) -> Tensor:
         """The MLP outputs [B, H] in the ring at the aligned position."""

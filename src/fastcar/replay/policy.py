@@ -73,7 +73,7 @@ class TargetRatioPolicy:
         self.seen += 1
         self.owed += (self.ratios - replayed.float()).sum(0)
         active = self.ratios > 0
-        share = self.owed / (active.sum() * max(1, window // 2))
+        share = self.owed / (active.sum().clamp(min=1) * max(1, window // 2))
         share = (self.ratios + share).clamp(0, 1)
         known = min(self.seen, window)
         ordered = self.recent[..., :known].sort(-1).values

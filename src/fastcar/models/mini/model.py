@@ -40,7 +40,7 @@ class MiniConfig:
 
     words: tuple[str, ...]
     frames: int = 8
-    max_words: int = 24
+    max_words: int = 28
     code_dim: int = 48
     depth_layers: int = 1
     depth_intermediate: int = 512

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from fastcar.sampling import SamplingConfig, SeededNoise, draw, guide, probabilities
+
+LOGITS = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+
+
+def test_guidance_by_hand():
+    rows = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0], [0.0, 0.0]])  # two conditional, two blank
+    assert guide(rows, 3.0).tolist() == [[-3.0, 6.0], [0.0, 3.0]]
+
+
+def test_temperature():
+    got = probabilities(LOGITS, SamplingConfig(temperature=0.5))
+    torch.testing.assert_close(got, (LOGITS * 2).softmax(-1))
+    assert probabilities(LOGITS, SamplingConfig(temperature=0)).tolist() == [[1, 0, 0, 0]]
+
+
+def test_top_k_keeps_ties_at_the_border():
+    got = probabilities(LOGITS, SamplingConfig(top_k=2))
+    assert (got > 0).tolist() == [[True, True, True, False]]
+    assert got.sum().item() == pytest.approx(1)
+
+
+def test_top_p_keeps_what_reaches_the_mass_and_renormalises():
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    got = probabilities(probs.log(), SamplingConfig(top_p=0.8 - 1e-6))
+    torch.testing.assert_close(got, torch.tensor([[0.625, 0.375, 0, 0]]))
+    assert (probabilities(probs.log(), SamplingConfig(top_p=1e-9)) > 0).tolist() == [[True, False, False, False]]
+
+
+def test_draws_follow_the_probabilities():
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    noise = SeededNoise([7], 1, 3)
+    draws = torch.stack([draw(probs[None], noise.at(position)[:, 0]) for position in range(4000)])
+    expected = probs * 4000
+    chi_square = ((torch.bincount(draws.flatten(), minlength=3) - expected) ** 2 / expected).sum()
+    assert chi_square < 13.8  # p = .001 at two degrees of freedom
+
+
+def test_noise_depends_on_seed_and_position_alone():
+    both, alone = SeededNoise([3, 5], 2, 8), SeededNoise([5], 2, 8)
+    late = both.at(9)
+    assert torch.equal(late[1], alone.at(9)[0])
+    assert not torch.equal(late[0], late[1]) and not torch.equal(late, both.at(8))
+    assert torch.equal(both.at(9), late) and (late > 0).all()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"guidance": math.inf},
+    ],
+)
+def test_bad_values_are_named(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        SamplingConfig(**values)
+
+
+def test_bad_seed():
+    with pytest.raises(ValueError, match="-1"):
+        SeededNoise([-1], 1, 1)
