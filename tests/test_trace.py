@@ -20,6 +20,7 @@ def test_statistics_by_hand():
     assert stats.replay_share_of_all == 3 / 12
     assert stats.both_rows_rate == 1 / 2
     assert (stats.mlp_rows_total, stats.mlp_rows_replayed) == (12, 3)
+    assert (stats.mlp_reads_total, stats.mlp_reads_skipped) == (6, 1)
     assert stats.by_layer == (1.0, 0.5)
     assert stats.by_frame == (0.0, 0.75)
     assert stats.by_branch == (1.0, 0.5)

@@ -27,6 +27,8 @@ class ReplayStats:
             share of positions and layers where every row did.
         mlp_rows_total: MLP evaluations a dense run needs (steps x layers x rows).
         mlp_rows_replayed: those that were skipped.
+        mlp_reads_total: times a dense run reads a layer's MLP weights (steps x layers).
+        mlp_reads_skipped: those in which every row replayed, so that the weights need not be read at all.
         by_layer: replay ratio of each layer.
         by_frame: replay ratio of each frame (0 in the first).
         by_branch: replay ratio of conditional and blank rows, or of all rows where there are no pairs.
@@ -37,22 +39,11 @@ class ReplayStats:
     both_rows_rate: float
     mlp_rows_total: int
     mlp_rows_replayed: int
+    mlp_reads_total: int
+    mlp_reads_skipped: int
     by_layer: tuple[float, ...]
     by_frame: tuple[float, ...]
     by_branch: tuple[float, ...]
-
-    def weight_bytes_not_read(self, mlp_weights: int, bytes_per_weight: float) -> float:
-        """Bytes of MLP weights a batch-of-one-pair run need not read: both rows must replay for that."""
-        return self.both_rows_rate * self._cells * mlp_weights * bytes_per_weight
-
-    @property
-    def _cells(self) -> float:
-        """Positions x layers that could replay."""
-        return self.mlp_rows_replayed / self.replay_ratio / self._rows if self.replay_ratio else 0.0
-
-    @property
-    def _rows(self) -> int:
-        return 2 if len(self.by_branch) == 2 else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +100,8 @@ class ReplayTrace:
             both_rows_rate=mean(both),
             mlp_rows_total=int(self.replayed.size),
             mlp_rows_replayed=int(self.replayed.sum()),
+            mlp_reads_total=int(np.prod(self.replayed.shape[:2])),
+            mlp_reads_skipped=int(self.replayed.all(-1).sum()),
             by_layer=tuple(mean(eligible[:, layer]) for layer in range(self.replayed.shape[1])),
             by_frame=tuple(mean(self.replayed[could & (frame == f)]) for f in range(int(frame.max(initial=0)) + 1)),
             by_branch=tuple(mean(half) for half in halves),

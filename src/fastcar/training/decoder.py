@@ -25,6 +25,7 @@ from fastcar.models.mini.model import MiniConfig, MiniModel
 from fastcar.models.mini.text import START, WordTokenizer
 from fastcar.training.checkpoint import generator, load_checkpoint, save_checkpoint
 from fastcar.training.clips import ClipSource
+from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 
 __all__ = ["CodeClips", "DecoderTraining", "encode_clips", "train_decoder"]
 
@@ -42,6 +43,8 @@ class DecoderTraining:
         drop_caption: share of rows whose caption is blanked, for classifier-free guidance.
         corrupt: largest share of input codes replaced at random; each row draws its own share below it.
         depth_weights: weight of each depth's cross-entropy; the last one holds for all deeper ones.
+        alignment: weight of the loss that aligns the temporal attention score with how little MLPs change.
+        replay_ratio: largest share of MLPs replayed while training; each step draws its own share below it.
         seed: of weights and of the order of everything.
     """
 
@@ -56,6 +59,8 @@ class DecoderTraining:
     drop_caption: float = 0.1
     corrupt: float = 0.06
     depth_weights: tuple[float, ...] = (1.0, 0.7)
+    alignment: float = 0.0
+    replay_ratio: float = 0.0
     seed: int = 0
 
     def rate(self, step: int) -> float:
@@ -121,10 +126,24 @@ def draw_batch(
 
 def cross_entropy(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor) -> Tensor:
     """Cross-entropy of every token and depth, float32 [B, T, D]."""
-    hidden = model.decoder(model.inputs(words, fed))[:, -target.shape[1] :]
+    return _head_loss(model, model.decoder(model.inputs(words, fed)), target)
+
+
+def _head_loss(model: MiniModel, hidden: Tensor, target: Tensor) -> Tensor:
+    hidden = hidden[:, -target.shape[1] :]
     logits = model.depth_head(hidden.flatten(0, 1), target.flatten(0, 1)[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
     return loss.view(target.shape)
+
+
+def replay_aware_loss(
+    model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, ratio: float
+) -> tuple[Tensor, Tensor]:
+    """As :func:`cross_entropy`, with a share of MLPs replayed, and the alignment loss beside it."""
+    run = replay_aware_pass(
+        model.decoder, model.inputs(words, fed), words.shape[1], model.config.codec.tokens_per_frame, ratio
+    )
+    return _head_loss(model, run.hidden, target), alignment_loss(run.tas, run.change)
 
 
 def make_optimisers(model: MiniModel, training: DecoderTraining) -> list[torch.optim.Optimizer]:
@@ -218,8 +237,14 @@ def train_decoder(
             if n == 0:
                 continue
             batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng)]
+            aligned = torch.zeros((), device=device)
             with torch.autocast(device, torch.bfloat16):
-                loss = (loss_of(model, *batch) * weights).sum() / (tokens * weights.sum())
+                if length > frame and (training.alignment or training.replay_ratio):
+                    ratio = training.replay_ratio * torch.rand((), generator=rng).item()
+                    each, aligned = replay_aware_loss(model, *batch, ratio)
+                else:
+                    each = loss_of(model, *batch)
+                loss = (each * weights).sum() / (tokens * weights.sum()) + training.alignment * aligned
             loss.backward()
             shown += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -128,8 +128,8 @@ def train_tokenizer(
     device: str = "cpu",
     save_every: int = 250,
     log: Callable[[str], None] | None = None,
-) -> MiniCodec:
-    """Train a codec into ``output`` (a checkpoint), going on from it if it exists.
+) -> tuple[MiniCodec, float]:
+    """Train a codec into ``output`` (a checkpoint), going on from it if it exists: ``(codec, PSNR on held-out frames)``.
 
     Raises:
         ValueError: ``output`` holds a run with other settings.
@@ -156,7 +156,7 @@ def train_tokenizer(
             {**header, "step": step, "started": quantiser.started},
         )
 
-    test = torch.from_numpy(np.stack([held_out.get(i)[0][i % 8] for i in range(128)])).to(device)
+    test = torch.from_numpy(np.stack([held_out.get(i % len(held_out))[0][i % 2] for i in range(128)])).to(device)
     pool, drawn = None, -1
     bar = tqdm(total=training.steps, initial=step, desc="tokenizer", file=sys.stderr, mininterval=5)
     saved = time.monotonic()
@@ -203,7 +203,7 @@ def train_tokenizer(
                 log(f"step {step} loss {loss.item():.4f} psnr {db:.2f} codes {used} {time.monotonic() - saved:.0f}s")
             save()
     bar.close()
-    return codec
+    return codec, psnr(codec, test)
 
 
 def _normalise(frames: Tensor, device: str) -> Tensor:

@@ -24,7 +24,7 @@ from fastcar.models.mini.text import WordTokenizer
 from fastcar.replay.config import ReplayConfig
 from fastcar.sampling import SamplingConfig
 
-__all__ = ["MiniVideoModel", "load", "save"]
+__all__ = ["MiniVideoModel", "config_from_dict", "load", "save"]
 
 WEIGHTS = "model.safetensors"
 
@@ -102,7 +102,8 @@ class MiniVideoModel:
         return ReplayConfig(target_ratio=target_ratio, **self.calibration)
 
 
-def _config(values: dict[str, Any]) -> MiniConfig:
+def config_from_dict(values: dict[str, Any]) -> MiniConfig:
+    """Undo ``dataclasses.asdict`` of a :class:`MiniConfig`."""
     values = dict(values)
     values["words"] = tuple(values["words"])
     values["codec"] = CodecConfig(**values["codec"])
@@ -133,7 +134,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> MiniVideoModel:
             f"{path} is damaged: its SHA-256 is {digest}, but config.json says {about.get('sha256')}; fetch it again"
         )
     try:
-        config = _config(about["model"])
+        config = config_from_dict(about["model"])
         tensors = load_file(path)
         with torch.device("meta"):
             model, codec = MiniModel(config), MiniCodec(config.codec)

@@ -1,0 +1,111 @@
+"""One prompt, one seed, densely and with replay: what replay saves and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastcar.metrics.image import psnr, ssim
+from fastcar.pipeline import Clip, Pipeline
+from fastcar.replay.config import ReplayConfig
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A dense and a replayed clip of the same prompt, seed and noise.
+
+    Attributes:
+        dense, replay: the two clips.
+        ceiling: the same clip with every MLP replayed from the second frame on, for its time alone; None if not run.
+        psnr: of the replayed clip to the dense one, dB (infinite if equal).
+        ssim: likewise, at most 1.
+    """
+
+    dense: Clip
+    replay: Clip
+    ceiling: Clip | None
+    psnr: float
+    ssim: float
+
+    @property
+    def speedup(self) -> float:
+        """Dense decode time over replayed decode time."""
+        return self.dense.stats.timing.decode / self.replay.stats.timing.decode
+
+    @property
+    def speedup_ceiling(self) -> float | None:
+        """What this engine would gain if every MLP that could be replayed were."""
+        return self.ceiling and self.dense.stats.timing.decode / self.ceiling.stats.timing.decode
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready; an infinite PSNR is None, as JSON has no infinity."""
+        return {
+            "dense": self.dense.stats.to_dict(),
+            "replay": self.replay.stats.to_dict(),
+            "speedup": self.speedup,
+            "speedup_ceiling": self.speedup_ceiling,
+            "psnr": self.psnr if math.isfinite(self.psnr) else None,
+            "ssim": self.ssim,
+        }
+
+    def save_sheet(self, path: Path) -> Path:
+        """Write a contact sheet with both clips."""
+        from fastcar.video import write_sheet
+
+        ratio = self.replay.stats.replay.replay_ratio
+        return write_sheet([("dense", self.dense.frames), (f"replay {ratio:.2f}", self.replay.frames)], path)
+
+    def __str__(self) -> str:
+        d, r = self.dense.stats, self.replay.stats
+        lines = [f"{'':14}{'dense':>10}{'replay':>10}"]
+        rows = [("seconds", d.timing.total, r.timing.total), ("decode", d.timing.decode, r.timing.decode)]
+        rows += [(f"  {part}", d.timing.parts[part], r.timing.parts[part]) for part in d.timing.parts]
+        rows += [("ms a token", d.ms_per_token, r.ms_per_token)]
+        lines += [f"{name.replace('_', ' '):14}{a:10.2f}{b:10.2f}" for name, a, b in rows]
+        ceiling = f", at most {self.speedup_ceiling:.2f}x if every MLP replayed" if self.speedup_ceiling else ""
+        lines.append(
+            f"speed-up {self.speedup:.2f}x (of decode{ceiling}); {r.replay.mlp_rows_replayed} of "
+            f"{r.replay.mlp_rows_total} MLP rows skipped, replay ratio {r.replay.replay_ratio:.3f}, "
+            f"both rows {r.replay.both_rows_rate:.3f}"
+        )
+        lines.append(f"to the dense clip: PSNR {self.psnr:.2f} dB, SSIM {self.ssim:.4f}")
+        return "\n".join(lines)
+
+
+def compare(
+    pipe: Pipeline,
+    prompt: str,
+    replay: float | ReplayConfig,
+    *,
+    ceiling: bool = True,
+    progress: Callable[[str], Callable[[int, int], None] | None] = lambda name: None,
+    **options: object,
+) -> Comparison:
+    """Generate a prompt densely and with replay; ``options`` as for a :class:`Pipeline` call.
+
+    A short clip is generated and thrown away first, so that neither side pays for warming up.
+
+    Args:
+        ceiling: also run with every MLP replayed, to know the most this engine could gain.
+        progress: called with ``"dense"``, ``"replay"`` and ``"ceiling"`` for the progress callback of each run.
+    """
+    config = pipe.replay_config(replay)
+    pipe(prompt, **{**options, "frames": 1})
+    runs: dict[str, Clip] = {}
+    wanted: dict[str, ReplayConfig | None] = {"dense": None, "replay": config}
+    if ceiling:
+        wanted["ceiling"] = ReplayConfig(threshold=-math.inf, score="random")
+    for name, setting in wanted.items():
+        runs[name] = pipe(prompt, replay=setting, progress=progress(name), **options)
+    dense, replayed = runs["dense"], runs["replay"]
+    return Comparison(
+        dense,
+        replayed,
+        runs.get("ceiling"),
+        psnr(dense.frames, replayed.frames),
+        ssim(dense.frames, replayed.frames),
+    )

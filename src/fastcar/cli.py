@@ -1,0 +1,337 @@
+"""The ``fastcar`` command: one thin command per capability.
+
+Progress and logs go to standard error. With ``--json`` the last line of standard output is one JSON document.
+A wrong input ends in one line that says what is wrong and what to do, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from fastcar.pipeline import Pipeline
+    from fastcar.replay import ReplayConfig
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    try:
+        result = args.run(args)
+    except KeyboardInterrupt:
+        print("fastcar: interrupted; nothing half-written is left", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, ImportError) as error:
+        print(f"fastcar {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    from fastcar import __version__
+
+    parser = _Parser(prog="fastcar", description="Fast auto-regressive video generation with cache attentive replay.")
+    parser.add_argument("--version", action="version", version=f"fastcar {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], Any], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+        return sub
+
+    sub = command("generate", _generate, "make a clip from a prompt")
+    sub.add_argument("prompt")
+    _add_model(sub)
+    _add_replay(sub)
+    _add_sampling(sub)
+    sub.add_argument("-n", "--count", type=int, default=1, help="clips, with seeds from --seed on (default 1)")
+    sub.add_argument(
+        "-o", "--output", type=Path, help=".mp4, .gif or .png (contact sheet); default: named after prompt and settings"
+    )
+    sub.add_argument("--trace", type=Path, metavar="FILE.npz", help="also write every replay decision")
+
+    sub = command("compare", _compare, "make a clip densely and with replay, and compare speed and frames")
+    sub.add_argument("prompt")
+    _add_model(sub)
+    _add_replay(sub)
+    _add_sampling(sub)
+    sub.add_argument("-o", "--output", type=Path, default=Path("compare"), help="folder for clips and sheet")
+    sub.add_argument("--no-ceiling", action="store_true", help="do not measure the speed with every MLP replayed")
+
+    sub = command("evaluate", _evaluate, "measure how well clips show what held-out prompts say")
+    sub.add_argument("what", choices=["world"], help="world: the captioned world the mini model is trained on")
+    _add_model(sub)
+    _add_replay(sub)
+    _add_sampling(sub)
+    sub.add_argument("--prompts", type=int, default=200, help="held-out prompts (default 200)")
+    sub.add_argument("--split", choices=["validation", "test"], default="test", help="which held-out prompts")
+    sub.add_argument("--objects", type=int, choices=[1, 2], default=1, help="objects in a scene")
+    sub.add_argument("--batch", type=int, default=25, help="clips generated together")
+    sub.add_argument("--frozen", action="store_true", help="repeat each clip's first frame (a control)")
+    sub.add_argument("--rendered", action="store_true", help="judge rendered truth instead: measures the measuring")
+
+    sub = command("info", _info, "show version, engines, threads, dtypes and models")
+
+    from fastcar.training.cli import add_train
+
+    add_train(command("train", lambda args: args.train(args), "train the mini model's parts, or your own"))
+    return parser
+
+
+def _add_model(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("model")
+    group.add_argument("--model", default="mini", help="a shipped model's name or a checkpoint folder (default mini)")
+    group.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default float32)")
+    group.add_argument("--engine", default="auto", help="auto or reference (default auto)")
+    group.add_argument("--threads", type=int, help="CPU threads (default: as PyTorch chooses)")
+
+
+def _add_sampling(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("sampling", "defaults are the model's own")
+    group.add_argument("--frames", type=int)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--guidance", type=float, help="classifier-free guidance scale; 1 turns it off")
+    group.add_argument("--temperature", type=float, help="0 takes the most likely codes")
+    group.add_argument("--top-k", type=int, help="0 keeps all")
+    group.add_argument("--top-p", type=float, help="1 keeps all")
+
+
+def _add_replay(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("replay", "without --replay or --threshold every MLP is computed")
+    group.add_argument("--replay", type=float, metavar="R", help="share of MLPs to replay, 0..1 (steered to be met)")
+    group.add_argument("--threshold", metavar="T[,T...]", help="replay at this score; one, or one per layer, or none")
+    group.add_argument("--score", help="input, tas, tas-official or random")
+    group.add_argument("--max-age", type=int, help="frames in a row one output may be replayed; 0: no limit")
+    group.add_argument("--exclude-layers", metavar="L[,L...]", help="layers that always compute")
+    group.add_argument("--tie-guidance", action=argparse.BooleanOptionalAction, help="both guidance rows or neither")
+
+
+def _replay_config(args: argparse.Namespace, pipe: Pipeline) -> ReplayConfig | None:
+    """What the replay options ask for: the model's recommended setting, changed by what is said."""
+    from fastcar.replay import ReplayConfig
+
+    said: dict[str, Any] = {}
+    if args.score is not None:
+        said["score"] = args.score
+    if args.max_age is not None:
+        said["max_age"] = args.max_age or None
+    if args.exclude_layers is not None:
+        said["exclude_layers"] = _list(args.exclude_layers, int, "--exclude-layers")
+    if args.tie_guidance is not None:
+        said["tie_guidance"] = args.tie_guidance
+    if args.replay is not None and args.threshold is not None:
+        raise ValueError("give --replay or --threshold, not both")
+    if args.replay is not None:
+        return replaced(pipe.model.recommended_replay(args.replay), **said)
+    if args.threshold is not None:
+        values = _list(args.threshold, lambda v: None if v == "none" else float(v), "--threshold")
+        return ReplayConfig(threshold=values[0] if len(values) == 1 else values, **said)
+    if said:
+        raise ValueError(f"{', '.join(said)} only matter with --replay or --threshold; add one of them")
+    return None
+
+
+def _list(text: str, convert: Callable[[str], Any], option: str) -> list[Any]:
+    try:
+        return [convert(part.strip()) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
+
+
+def _load(args: argparse.Namespace) -> Pipeline:
+    import torch
+
+    import fastcar
+
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    return fastcar.load(args.model, dtype=args.dtype, engine=args.engine)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("frames", "guidance", "temperature", "top_k", "top_p")
+    return {name: getattr(args, name) for name in names}
+
+
+def _bar(total: int, what: str, unit: str = "frame") -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit=unit, file=sys.stderr, leave=False)
+
+
+def _warn(pipe: Pipeline, prompt: str) -> None:
+    for warning in pipe.model.check_prompt(prompt):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _default_name(args: argparse.Namespace, seed: int) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", args.prompt.lower()).strip("-")[:60].strip("-")
+    parts = [words or "clip", f"seed{seed}"]
+    parts += [f"replay{args.replay:g}"] if args.replay is not None else []
+    parts += [f"threshold{args.threshold}".replace(",", "_")] if args.threshold is not None else []
+    parts += [args.score] if args.score else []
+    parts += [f"frames{args.frames}"] if args.frames else []
+    return "_".join(parts) + ".mp4"
+
+
+def _generate(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.video import check_output
+
+    if args.count < 1:
+        raise ValueError(f"--count must be at least 1, got {args.count}")
+    seeds = [args.seed + i for i in range(args.count)]
+    outputs = [args.output or Path(_default_name(args, seed)) for seed in seeds]
+    if args.output and args.count > 1:
+        outputs = [args.output.with_name(f"{args.output.stem}-{i}{args.output.suffix}") for i in range(args.count)]
+    for output in outputs:
+        check_output(output)
+    if args.trace:
+        check_output(args.trace, extensions=(".npz",))
+    pipe = _load(args)
+    _warn(pipe, args.prompt)
+    replay = _replay_config(args, pipe)
+    with _bar(args.frames or pipe.model.frames, "generating") as bar:
+        clips = pipe(
+            [args.prompt] * args.count,
+            replay=replay,
+            seed=seeds,
+            progress=lambda done, total: bar.update(),
+            **_sampling(args),
+        )
+    documents = []
+    for i, (clip, output) in enumerate(zip(clips, outputs, strict=True)):
+        clip.save(output)
+        if args.trace:
+            clip.trace.save(args.trace if args.count == 1 else args.trace.with_stem(f"{args.trace.stem}-{i}"))
+        print(f"{output}\n{clip.stats}")
+        documents.append({"output": str(output), **clip.stats.to_dict()})
+    return documents[0] if args.count == 1 else {"clips": documents}
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.analysis.compare import compare
+    from fastcar.video import check_output
+
+    if args.replay is None and args.threshold is None:
+        args.replay = 0.8
+    sheet = args.output / "compare.png"
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"{args.output} is a file; --output must name a folder")
+    pipe = _load(args)
+    _warn(pipe, args.prompt)
+    config = _replay_config(args, pipe)
+    assert config is not None
+    frames = args.frames or pipe.model.frames
+    args.output.mkdir(parents=True, exist_ok=True)
+    check_output(sheet)
+    with _bar(frames * (2 if args.no_ceiling else 3), "generating") as bar:
+
+        def progress(name: str) -> Callable[[int, int], None]:
+            def update(done: int, total: int) -> None:
+                bar.set_description(name)
+                bar.update()
+
+            return update
+
+        result = compare(
+            pipe,
+            args.prompt,
+            config,
+            ceiling=not args.no_ceiling,
+            seed=args.seed,
+            progress=progress,
+            **_sampling(args),
+        )
+    outputs = {"dense": args.output / "dense.mp4", "replay": args.output / "replay.mp4"}
+    result.dense.save(outputs["dense"])
+    result.replay.save(outputs["replay"])
+    result.save_sheet(sheet)
+    print(result)
+    print(f"clips and sheet: {args.output}/dense.mp4, replay.mp4, compare.png")
+    document = result.to_dict()
+    for name, output in outputs.items():
+        document[name] = {"output": str(output), **document[name]}  # type: ignore[dict-item]
+    return {**document, "sheet": str(sheet)}
+
+
+def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.analysis.evaluate import evaluate_world
+
+    pipe = None if args.rendered else _load(args)
+    config = _replay_config(args, pipe) if pipe else None
+    sampling = {k: v for k, v in _sampling(args).items() if v is not None}
+    with _bar(args.prompts, "evaluating", "clip") as bar:
+        result = evaluate_world(
+            pipe,
+            args.prompts,
+            args.seed,
+            replay=config,
+            split=args.split,
+            objects=args.objects,
+            batch=args.batch,
+            frozen=args.frozen,
+            progress=bar.update,
+            **sampling,
+        )
+    summary = result.summary()
+    print(f"{args.prompts} {args.split} prompts, seed {args.seed}, replay ratio {result.replay_ratio:.3f}")
+    for name, s in summary.items():
+        print(f"{name:18} {s['mean']:.3f}  [{s['low']:.3f}, {s['high']:.3f}]")
+    about = {"prompts": args.prompts, "split": args.split, "seed": args.seed, "replay_ratio": result.replay_ratio}
+    return {**about, **summary}
+
+
+def _info(args: argparse.Namespace) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    from fastcar import __version__
+    from fastcar.models.registry import SHIPPED
+    from fastcar.pipeline import DTYPES, ENGINES
+
+    about = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "engines": {name: "PyTorch, the specification" for name in ENGINES},
+        "default_engine": "reference",
+        "dtypes": list(DTYPES),
+        "models": {name: _model_size(path) for name, path in SHIPPED.items()},
+    }
+    for name, value in about.items():
+        shown = ", ".join(f"{k} ({v})" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{name.replace('_', ' '):15} {', '.join(shown) if isinstance(shown, list) else shown}")
+    return about
+
+
+def _model_size(folder: Path) -> str:
+    if not folder.is_dir():
+        return "missing from this installation"
+    return f"{sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:.1f} MB"

@@ -1,0 +1,190 @@
+"""``fastcar train``: the codec, then the decoder, then a checkpoint folder that ``fastcar.load`` reads.
+
+All of a run lies in one folder: ``tokenizer.safetensors``, ``codes/``, and one checkpoint for each decoder run.
+Every command goes on from what the folder holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastcar.training import world
+
+if TYPE_CHECKING:
+    from fastcar.models.mini.codec import MiniCodec
+    from fastcar.training.clips import ClipSource
+
+__all__ = ["add_train"]
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Give the ``train`` command its sub-commands."""
+    from fastcar.training.decoder import DecoderTraining
+    from fastcar.training.tokenizer import TokenizerTraining
+
+    commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
+
+    def command(name: str, train: Callable[[argparse.Namespace], Any], help: str) -> argparse.ArgumentParser:
+        sub: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(train=train)
+        sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document last")
+        sub.add_argument("--run-dir", type=Path, default=Path("runs/mini"), help="folder of the run (default runs/mini)")
+        return sub
+
+    def settings(sub: argparse.ArgumentParser, of: type) -> None:
+        sub.set_defaults(settings=of)
+        for field in fields(of):
+            kind = type(field.default)
+            sub.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=_floats if kind is tuple else kind,
+                default=argparse.SUPPRESS,
+                help=f"default {field.default}",
+            )
+        sub.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+        sub.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default 250)")
+        group = sub.add_argument_group("clips", "without --folder, clips of the rendered world")
+        group.add_argument("--folder", type=Path, help="your own clips: videos and captions.csv or captions.jsonl")
+        group.add_argument("--size", type=int, default=64, help="side of a frame, a multiple of 8 (default 64)")
+        group.add_argument("--frames", type=int, default=world.FRAMES, help="frames of a clip (default 8)")
+
+    settings(command("tokenizer", _tokenizer, "Train the codec: frames to codes and back."), TokenizerTraining)
+    sub = command("decoder", _decoder, "Train the decoder and its depth head on the codec's codes.")
+    settings(sub, DecoderTraining)
+    sub.add_argument("--name", default="decoder", help="of this decoder run in the folder (default decoder)")
+    sub.add_argument("--start-from", help="begin with the weights of another decoder run of the folder")
+    sub.add_argument("--encode", type=int, default=12000, help="clips to encode (default 12000)")
+    sub.add_argument("--encode-firsts", type=int, default=40000, help="further first frames to encode (default 40000)")
+    sub.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    sub = command("export", _export, "Write codec and decoder as a checkpoint folder for fastcar.load.")
+    sub.add_argument("--name", default="decoder", help="of the decoder run (default decoder)")
+    sub.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
+    sub.add_argument("--guidance", type=float, default=3.0, help="recommended guidance scale")
+    sub.add_argument("--temperature", type=float, default=0.4, help="recommended temperature")
+    sub.add_argument("--top-k", type=int, default=20, help="recommended top-k")
+    sub.add_argument("--max-age", type=int, help="recommended limit of replays in a row")
+    sub.add_argument("--tie-guidance", action="store_true", help="recommend that guidance pairs replay together")
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _chosen(args: argparse.Namespace) -> Any:
+    return args.settings(**{f.name: getattr(args, f.name) for f in fields(args.settings) if hasattr(args, f.name)})
+
+
+def _sources(args: argparse.Namespace) -> tuple[ClipSource, ClipSource]:
+    from fastcar.training.clips import FolderClips, WorldClips
+
+    if args.folder:
+        return FolderClips.split(args.folder, args.size, args.frames)
+    if args.size != world.SIDE or args.frames != world.FRAMES:
+        raise ValueError(f"the rendered world has {world.FRAMES} frames of {world.SIDE} px; --folder takes other sizes")
+    return WorldClips("train"), WorldClips("validation")
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.models.mini.codec import CodecConfig
+    from fastcar.training.tokenizer import train_tokenizer
+
+    train, held_out = _sources(args)
+    output = args.run_dir / "tokenizer.safetensors"
+    config = CodecConfig(size=args.size)
+    _, quality = train_tokenizer(
+        config, _chosen(args), train, held_out, output, args.device, save_every=args.save_every, log=_log
+    )
+    print(f"{output}: {quality:.2f} dB on held-out frames")
+    return {"output": str(output), "psnr": quality}
+
+
+def _codec(run_dir: Path, device: str) -> MiniCodec:
+    import torch
+
+    from fastcar.models.mini.codec import CodecConfig, MiniCodec
+    from fastcar.training.checkpoint import load_checkpoint
+
+    path = run_dir / "tokenizer.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; run 'fastcar train tokenizer --run-dir {run_dir}' first")
+    state, header = load_checkpoint(path)
+    codec = MiniCodec(CodecConfig(**header["config"]))
+    codec.load_state_dict(state["codec"])
+    return codec.eval().to(device, memory_format=torch.channels_last)
+
+
+def _decoder(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.models.mini.model import MiniConfig
+    from fastcar.models.mini.text import WordTokenizer
+    from fastcar.training.decoder import encode_clips, train_decoder
+
+    codec = _codec(args.run_dir, args.device)
+    train, held_out = _sources(args)
+    config = MiniConfig(words=tuple(_words(args, train)), frames=args.frames, codec=codec.config)
+    tokenizer = WordTokenizer(config.words, config.max_words)
+    codes = args.run_dir / "codes"
+    clips, firsts = args.encode, args.encode_firsts
+    if args.folder:
+        clips = firsts = len(train)
+    start = 0 if args.folder else 500_000  # first frames of other clips than those shown whole
+    data = encode_clips(codec, tokenizer, train, 0, clips, codes / "clips.safetensors")
+    first_frames = encode_clips(codec, tokenizer, train, start, firsts, codes / "firsts.safetensors", first_frames=True)
+    test = encode_clips(codec, tokenizer, held_out, 0, min(64, len(held_out)), codes / "validation.safetensors")
+    output = args.run_dir / f"{args.name}.safetensors"
+    train_decoder(
+        config,
+        _chosen(args),
+        data,
+        first_frames,
+        test,
+        output,
+        start_from=args.start_from and args.run_dir / f"{args.start_from}.safetensors",
+        device=args.device,
+        compile=not args.no_compile,
+        save_every=args.save_every,
+        log=_log,
+    )
+    print(output)
+    return {"output": str(output)}
+
+
+def _words(args: argparse.Namespace, train: ClipSource) -> list[str]:
+    from fastcar.models.mini.text import WordTokenizer
+
+    if not args.folder:
+        return world.vocabulary()
+    return sorted({word for caption in train.captions for word in WordTokenizer.split(caption)})  # type: ignore[attr-defined]
+
+
+def _export(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from fastcar.models.mini.load import config_from_dict, save
+    from fastcar.models.mini.model import MiniModel
+    from fastcar.sampling import SamplingConfig
+    from fastcar.training.checkpoint import load_checkpoint
+
+    codec = _codec(args.run_dir, "cpu")
+    path = args.run_dir / f"{args.name}.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; run 'fastcar train decoder --run-dir {args.run_dir}' first")
+    state, header = load_checkpoint(path)
+    config = config_from_dict(header["config"])
+    model = MiniModel(config)
+    model.load_state_dict(state["model"])
+    sampling = {"guidance": args.guidance, "temperature": args.temperature, "top_k": args.top_k}
+    SamplingConfig(**sampling)
+    replay = {"score": "input", "max_age": args.max_age, "tie_guidance": args.tie_guidance}
+    about = {"name": args.output.name, "sampling": sampling, "replay": replay, "steps": header["step"]}
+    save(args.output, config, model, codec, about, torch.bfloat16)
+    print(args.output)
+    return {"output": str(args.output), "steps": header["step"]}
