@@ -1,0 +1,58 @@
+import dataclasses
+
+import pytest
+import torch
+
+from fastcar.decoder.config import DecoderConfig
+from fastcar.models.mini.codec import CodecConfig, MiniCodec
+from fastcar.models.mini.load import save
+from fastcar.models.mini.model import MiniConfig, MiniModel
+from fastcar.training import world
+
+torch.set_num_threads(1)  # tests run in parallel processes
+
+TINY = MiniConfig(
+    words=tuple(world.vocabulary()),
+    frames=4,
+    code_dim=8,
+    depth_intermediate=32,
+    codec=CodecConfig(size=32, codebook_size=24, latent_dim=8, width=16),
+    decoder=DecoderConfig(hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate_size=64),
+)
+
+
+def tiny_parts(config=TINY, seed=0):
+    """A random mini model and codec whose every part matters."""
+    torch.manual_seed(seed)
+    model, codec = MiniModel(config), MiniCodec(config.codec)
+    torch.nn.init.normal_(codec.codebook)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(parameter, std=0.1)
+    torch.nn.init.normal_(model.depth_head.classifier)
+    return model, codec
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A random tiny mini checkpoint: 4 frames of 32x32, 16 tokens each, 3 layers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    about = {
+        "name": "tiny",
+        "sampling": {"guidance": 3.0, "temperature": 1.0, "top_k": 8},
+        "replay": {"score": "input", "tie_guidance": True},
+    }
+    save(folder, TINY, *tiny_parts(), about, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_folder):
+    import fastcar
+
+    return fastcar.load(tiny_folder)
+
+
+@pytest.fixture
+def tiny_config():
+    return dataclasses.replace(TINY)

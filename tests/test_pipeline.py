@@ -1,0 +1,125 @@
+import math
+
+import numpy as np
+import pytest
+
+import fastcar
+from fastcar import ReplayConfig
+
+PROMPT = "a red circle moving right over a plain navy background"
+OTHER = "a large blue star spinning over a striped gray background"
+
+
+def test_a_clip_and_its_numbers(tiny):
+    clip = tiny(PROMPT, seed=3)
+    assert clip.frames.shape == (4, 32, 32, 3) and clip.frames.dtype == np.uint8
+    assert clip.codes.shape == (4, 16, 2)
+    stats = clip.stats.to_dict()
+    assert (stats["frames"], stats["height"], stats["width"], stats["seed"]) == (4, 32, 32, 3)
+    assert stats["mlp_rows_total"] == 63 * 3 * 2 and stats["mlp_rows_replayed"] == 0
+    assert stats["seconds"] >= stats["seconds_decode"] > 0
+    assert stats["ms_per_token"] == pytest.approx(1000 * stats["seconds_decode"] / 63)
+    assert "replay ratio 0.000" in str(clip.stats)
+
+
+def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
+    alone = tiny(PROMPT, seed=5)
+    tiny(OTHER, seed=1, replay=0.9)
+    beside = tiny([OTHER, PROMPT, PROMPT], seed=[1, 5, 6])
+    np.testing.assert_array_equal(alone.codes, tiny(PROMPT, seed=5).codes)
+    np.testing.assert_array_equal(alone.codes, beside[1].codes)
+    assert (beside[2].codes != alone.codes).any()
+
+
+def test_replayed_rows_do_not_depend_on_the_batch(tiny):
+    alone = tiny(PROMPT, seed=5, replay=0.5)
+    beside = tiny([OTHER, PROMPT], seed=[1, 5], replay=0.5)[1]
+    np.testing.assert_array_equal(alone.codes, beside.codes)
+    np.testing.assert_array_equal(alone.trace.replayed, beside.trace.replayed)
+
+
+def test_an_infinite_threshold_gives_the_dense_clip(tiny):
+    dense, never = tiny(PROMPT), tiny(PROMPT, replay=ReplayConfig(threshold=math.inf))
+    np.testing.assert_array_equal(dense.codes, never.codes)
+    assert never.stats.replay.replay_ratio == 0
+
+
+def test_everything_replayed(tiny):
+    stats = tiny(PROMPT, replay=ReplayConfig(threshold=-math.inf)).stats.replay
+    assert stats.replay_ratio == 1 and stats.both_rows_rate == 1
+    assert stats.replay_share_of_all == pytest.approx(47 / 63)
+    assert stats.mlp_reads_skipped == 47 * 3
+
+
+def test_the_first_frame_never_depends_on_replay(tiny):
+    a, b = tiny(PROMPT), tiny(PROMPT, replay=ReplayConfig(threshold=-math.inf))
+    np.testing.assert_array_equal(a.frames[0], b.frames[0])
+
+
+def test_streamed_frames_are_the_clips_frames(tiny):
+    options = {"seed": 2, "replay": 0.5}
+    np.testing.assert_array_equal(np.stack(list(tiny.stream(PROMPT, **options))), tiny(PROMPT, **options).frames)
+    with pytest.raises(TypeError, match="colour"):
+        next(tiny.stream(PROMPT, colour=1))
+
+
+def test_without_guidance_a_clip_takes_one_row(tiny):
+    stats = tiny(PROMPT, guidance=1.0, replay=ReplayConfig(threshold=0.9)).stats.replay
+    assert stats.mlp_rows_total == 63 * 3 and len(stats.by_branch) == 1
+    assert stats.both_rows_rate == stats.replay_ratio
+
+
+def test_more_and_fewer_frames(tiny):
+    assert tiny(PROMPT, frames=1).frames.shape[0] == 1
+    six = tiny(PROMPT, frames=6)
+    assert six.frames.shape[0] == 6
+    np.testing.assert_array_equal(six.frames[:4], tiny(PROMPT).frames)
+
+
+def test_progress_is_told_after_every_frame(tiny):
+    told = []
+    tiny(PROMPT, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_bfloat16(tiny_folder):
+    clip = fastcar.load(tiny_folder, dtype="bfloat16")(PROMPT, replay=0.5)
+    assert clip.frames.shape == (4, 32, 32, 3) and clip.stats.dtype == "bfloat16"
+
+
+def test_memory_is_given_back(tiny):
+    tiny(PROMPT, replay=0.5)
+    assert tiny.decoder.memory()["kv_cache"] == tiny.decoder.memory()["replay"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"replay": 1.5}, "1.5"),
+        ({"replay": math.nan}, "nan"),
+        ({"replay": ReplayConfig(threshold=[0.0, 1.0])}, "2 values"),
+        ({"frames": 0}, "frames"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"seed": [1, 2]}, "1 prompts need as many seeds"),
+        ({"seed": -1}, "-1"),
+    ],
+)
+def test_bad_options_are_shown(tiny, options, shown):
+    with pytest.raises(ValueError, match=shown):
+        tiny(PROMPT, **options)
+
+
+def test_bad_prompts(tiny):
+    with pytest.raises(ValueError, match="no words"):
+        tiny(" ,")
+    with pytest.raises(ValueError, match="no prompt"):
+        tiny([])
+    warnings = tiny.model.check_prompt("a rad circle")
+    assert len(warnings) == 1 and "'rad'" in warnings[0] and "red" in warnings[0]
+
+
+def test_bad_dtype_and_engine(tiny_folder):
+    with pytest.raises(ValueError, match="float16"):
+        fastcar.load(tiny_folder, dtype="float16")
+    with pytest.raises(ValueError, match="warp"):
+        fastcar.load(tiny_folder, engine="warp")
