@@ -49,7 +49,7 @@ class TargetRatioPolicy:
     The threshold of a layer is a quantile of the row's own scores over the last frame, so no scale need be known
     beforehand and every layer replays its share. A quantile alone overshoots, because a replayed token stays still
     and earns more replay; therefore the share asked for is the target plus what is owed so far, spread over
-    the next half frame.
+    the next quarter of a frame.
 
     Args:
         ratios: the share of each layer's MLPs to replay, 0..1.
@@ -73,7 +73,7 @@ class TargetRatioPolicy:
         self.seen += 1
         self.owed += (self.ratios - replayed.float()).sum(0)
         active = self.ratios > 0
-        share = self.owed / (active.sum().clamp(min=1) * max(1, window // 2))
+        share = self.owed / (active.sum().clamp(min=1) * max(1, window // 4))
         share = (self.ratios + share).clamp(0, 1)
         known = min(self.seen, window)
         ordered = self.recent[..., :known].sort(-1).values

@@ -69,7 +69,8 @@ class _Quantiser:
         rest = latents.reshape(-1, latents.shape[-1])
         for d in range(self.codec.config.depth):
             size = share if d else len(book) - share * (self.codec.config.depth - 1)
-            centres = rest[torch.randperm(len(rest), generator=rng)[:size].to(rest.device)].clone()
+            order = torch.randperm(len(rest), generator=rng)
+            centres = rest[order[torch.arange(size) % len(order)].to(rest.device)].clone()
             for _ in range(12):
                 nearest = torch.cdist(rest, centres).argmin(1)
                 total = torch.zeros_like(centres).index_add_(0, nearest, rest)

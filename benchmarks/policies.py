@@ -1,0 +1,114 @@
+"""What does replay cost, by policy? Adherence of held-out prompts, paired with the dense clips of the same seeds.
+
+PSNR, SSIM and colour hardly tell a working clip from a frozen one, so the yardstick is whether the clip still shows
+the shape and the motion that its prompt asks for; the frozen first frame stands in the table to show it. Motion is
+counted over objects that move (all but "still"), and paired: "lost" are clips whose dense twin moved right and that
+do not, "won" the reverse. Ratios are achieved ones, over all layers from the second frame on.
+
+    python -m benchmarks.policies [--prompts 100] [--seeds 2] [--only input-0.5,tas-0.5] [--output FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import fastcar
+from fastcar.analysis.evaluate import evaluate_world
+from fastcar.metrics.image import psnr, ssim
+from fastcar.metrics.world import adherence
+from fastcar.replay import ReplayConfig
+
+POLICIES: dict[str, ReplayConfig | None] = {
+    "dense": None,
+    "frozen first frame": None,
+    "input-0.5": ReplayConfig(target_ratio=0.5, score="input"),
+    "input-0.55-tied": ReplayConfig(target_ratio=0.55, score="input", tie_guidance=True),
+    "input-0.8": ReplayConfig(target_ratio=0.8, score="input"),
+    "input-0.8-tied": ReplayConfig(target_ratio=0.8, score="input", tie_guidance=True),
+    "input-0.8-age-6": ReplayConfig(target_ratio=0.8, score="input", max_age=6),
+    "tas-0.5": ReplayConfig(target_ratio=0.5, score="tas"),
+    "tas-0.8": ReplayConfig(target_ratio=0.8, score="tas"),
+    "tas-0.5-without-0": ReplayConfig(target_ratio=0.5, score="tas", exclude_layers=(0,)),
+    "tas-0.8-without-0": ReplayConfig(target_ratio=0.8, score="tas", exclude_layers=(0,)),
+    "random-0.5": ReplayConfig(target_ratio=0.5, score="random"),
+    "random-0.8": ReplayConfig(target_ratio=0.8, score="random"),
+    "all-age-1": ReplayConfig(threshold=-math.inf, max_age=1, score="random"),
+    "all-age-4": ReplayConfig(threshold=-math.inf, max_age=4, score="random"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--model", default="mini")
+    parser.add_argument("--only", help="policies separated by commas; dense is always run")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    args = parser.parse_args()
+    names = args.only.split(",") if args.only else list(POLICIES)
+    unknown = set(names) - set(POLICIES)
+    if unknown:
+        parser.error(f"unknown policies {', '.join(sorted(unknown))}; known are {', '.join(POLICIES)}")
+
+    pipe = fastcar.load(args.model)
+    rows: dict[str, dict[str, object]] = {}
+    dense_frames, dense_motion = [], np.zeros(0, bool)
+    for name in ["dense", *(n for n in names if n != "dense")]:
+        judgements, clips, scenes = [], [], []
+        for seed in range(args.seeds):
+            run = evaluate_world(
+                pipe, args.prompts, seed, replay=POLICIES[name], split=args.split, frozen=name.startswith("frozen")
+            )
+            judgements += run.judgements
+            scenes += run.scenes
+            clips += run.clips or []
+        frames = [c.frames for c in clips]
+        if name.startswith("frozen"):
+            frames = [np.repeat(f[:1], len(f), 0) for f in frames]
+        moving = np.array([scene.sprites[0].motion != "still" for scene in scenes])
+        motion = np.array([j.motion for j in judgements])[moving]
+        if name == "dense":
+            dense_frames, dense_motion = frames, motion
+        likeness = [psnr(a, b) for a, b in zip(dense_frames, frames, strict=True)]
+        rows[name] = {
+            "replay_ratio": statistics.mean(c.stats.replay.replay_ratio for c in clips),
+            "both_rows_rate": statistics.mean(c.stats.replay.both_rows_rate for c in clips),
+            "adherence": adherence(judgements),
+            "moving": adherence([j for j, m in zip(judgements, moving, strict=True) if m])["motion"],
+            "motion_lost": int((dense_motion & ~motion).sum()),
+            "motion_won": int((~dense_motion & motion).sum()),
+            "psnr": statistics.mean(min(p, 60.0) for p in likeness),
+            "psnr_median": statistics.median(min(p, 60.0) for p in likeness),
+            "ssim": statistics.mean(ssim(a, b) for a, b in zip(dense_frames, frames, strict=True)),
+            "by_layer": np.mean([c.stats.replay.by_layer for c in clips], 0).tolist(),
+        }
+        print(f"{name} done", file=sys.stderr, flush=True)
+
+    clips_each = args.prompts * args.seeds
+    print(f"{args.model}, {clips_each} clips of {args.prompts} {args.split} prompts x {args.seeds} seeds")
+    print("| policy | ratio | both rows | colour | shape | motion (moving objects) | lost / won | PSNR | SSIM |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        cells = []
+        for s in (row["adherence"]["colour"], row["adherence"]["shape"], row["moving"]):  # type: ignore[index]
+            cells.append(f"{s['mean']:.2f} [{s['low']:.2f}, {s['high']:.2f}]")
+        print(
+            f"| {name} | {row['replay_ratio']:.3f} | {row['both_rows_rate']:.3f} | {' | '.join(cells)} | "
+            f"{row['motion_lost']} / {row['motion_won']} | {row['psnr']:.1f} | {row['ssim']:.3f} |"
+        )
+    document = json.dumps({"clips": clips_each, "split": args.split, "rows": rows})
+    if args.output:
+        args.output.write_text(document + "\n", encoding="utf-8")
+    print(document)
+
+
+if __name__ == "__main__":
+    main()

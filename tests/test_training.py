@@ -1,0 +1,193 @@
+"""Training: tiny, deterministic, resumable, and replay-aware as decoding is."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fastcar.decoder.reference import ReferenceDecoder
+from fastcar.models.mini.codec import CodecConfig
+from fastcar.models.mini.text import WordTokenizer
+from fastcar.replay import ReplayConfig
+from fastcar.training.checkpoint import load_checkpoint, pack, save_checkpoint, unpack
+from fastcar.training.decoder import CodeClips, DecoderTraining, draw_batch, encode_clips, train_decoder
+from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
+from fastcar.training.tokenizer import TokenizerTraining, train_tokenizer
+
+from .conftest import tiny_parts
+
+
+class Squares:
+    """Clips of 32x32 with a square that moves."""
+
+    def __len__(self):
+        return 8
+
+    def __repr__(self):
+        return "Squares()"
+
+    def get(self, index):
+        frames = np.zeros((4, 32, 32, 3), np.uint8)
+        for t, frame in enumerate(frames):
+            frame[8:16, 4 * t : 4 * t + 8, index % 3] = 255
+        return frames, "a red square moving right"
+
+
+TOKENIZER = TokenizerTraining(steps=6, batch=4, pool=4, refresh=3, unquantised=2)
+CODEC = CodecConfig(size=32, codebook_size=24, latent_dim=8, width=16)
+
+
+def test_tokenizer_is_deterministic_and_resumes_where_it_stopped(tmp_path):
+    clips = Squares()
+    whole, _ = train_tokenizer(CODEC, TOKENIZER, clips, clips, tmp_path / "a", save_every=100)
+    with pytest.raises(RuntimeError, match="stop"):
+        train_tokenizer(CODEC, TOKENIZER, clips, clips, tmp_path / "b", save_every=3, log=_stop)
+    # the log of step 3 stops it before the checkpoint, so the run starts again; then one that stops after it
+    train_tokenizer(CODEC, TOKENIZER, clips, clips, tmp_path / "b", save_every=3)
+    state, header = load_checkpoint(tmp_path / "b")
+    assert header["step"] == 6
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, state["codec"][name]), name
+    with pytest.raises(ValueError, match="other settings"):
+        train_tokenizer(CODEC, dataclasses.replace(TOKENIZER, seed=1), clips, clips, tmp_path / "b")
+
+
+def _stop(line):
+    raise RuntimeError("stop")
+
+
+def _data(config, clips=6):
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, config.codec.codebook_size, (clips, 64, 2), generator=rng)
+    words = WordTokenizer(config.words, config.max_words).encode("a red circle moving right").repeat(clips, 1)
+    return CodeClips(codes, words)
+
+
+def test_decoder_learns_is_deterministic_and_resumes(tmp_path, tiny_config):
+    data = _data(tiny_config)
+    training = DecoderTraining(steps=8, clips=2, first_frames=2, warmup=2)
+    lines = []
+
+    def run(name, steps, save_every=4):
+        settings = dataclasses.replace(training, steps=steps, decay_from=training.decay_from * 8 / steps)
+        return train_decoder(
+            tiny_config,
+            settings,
+            data,
+            data,
+            data,
+            tmp_path / name,
+            compile=False,
+            save_every=save_every,
+            log=lines.append,
+        )
+
+    whole = run("a", 8)
+    run("b", 4)
+    resumed = run("b", 8)
+    # the schedule of a run that was to end at step 4 differs, so compare with one interrupted, not shortened
+    assert load_checkpoint(tmp_path / "b")[1]["step"] == 8
+    again = run("c", 8)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert resumed is not None
+    first, last = (float(line.split()[3]) for line in (lines[0], lines[1]))
+    assert last < first
+    with pytest.raises(ValueError, match="other settings"):
+        train_decoder(
+            tiny_config, dataclasses.replace(training, seed=3), data, data, data, tmp_path / "a", compile=False
+        )
+
+
+def test_an_interrupted_decoder_run_ends_as_if_it_had_not_been(tmp_path, tiny_config):
+    data = _data(tiny_config)
+    training = DecoderTraining(steps=6, clips=2, first_frames=1, warmup=2)
+
+    def run(name, log=None):
+        return train_decoder(
+            tiny_config, training, data, data, data, tmp_path / name, compile=False, save_every=3, log=log
+        )
+
+    whole = run("a")
+    with pytest.raises(RuntimeError, match="stop"):
+        run("b", _stop)  # saved at step 3, then stopped
+    assert load_checkpoint(tmp_path / "b")[1]["step"] == 3
+    for name, value in run("b").state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+
+
+def test_a_batch_blanks_captions_and_corrupts_only_what_is_fed(tiny_config):
+    data = _data(tiny_config, clips=50)
+    training = DecoderTraining(drop_caption=0.5, corrupt=0.5)
+    words, target, fed = draw_batch(data, 400, 64, training, 24, torch.Generator().manual_seed(0))
+    blank = (words[:, :-1] == 0).all(1)
+    assert 0.4 < blank.float().mean() < 0.6 and (words[:, -1] == 1).all()
+    wrong = (fed != target).any(-1).float().mean()
+    assert 0.2 < wrong < 0.3  # half of .5 on average
+    assert all((data.codes == row).all((1, 2)).any() for row in target[:5])
+
+
+def test_codes_are_read_back_and_made_anew_for_another_codec(tmp_path, tiny_config):
+    _, codec = tiny_parts(tiny_config)
+    tokenizer = WordTokenizer(tiny_config.words, tiny_config.max_words)
+    path = tmp_path / "codes"
+    made = encode_clips(codec, tokenizer, Squares(), 0, 3, path)
+    assert made.codes.shape == (3, 64, 2)
+    assert torch.equal(encode_clips(codec, tokenizer, Squares(), 0, 3, path).codes, made.codes)
+    firsts = encode_clips(codec, tokenizer, Squares(), 0, 3, path, first_frames=True)
+    assert torch.equal(firsts.codes, made.codes[:, :16])
+    codec.codebook.neg_()
+    assert not torch.equal(encode_clips(codec, tokenizer, Squares(), 0, 3, path).codes, made.codes)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_replay_aware_pass_equals_decoding(tiny_config, ratio):
+    """Dense, and with all replayed: the parallel scan gives what the decoder gives step by step."""
+    model, _ = tiny_parts(tiny_config)
+    data = _data(tiny_config, clips=2)
+    embeds = model.inputs(data.words, data.codes).detach()
+    p, n = tiny_config.max_words, 16
+    got = replay_aware_pass(model.decoder, embeds, p, n, ratio)
+    from fastcar.geometry import Geometry
+
+    decoder = ReferenceDecoder(model.decoder)
+    geometry = Geometry(4, n, prefix=p)
+    replay = ReplayConfig(threshold=float("-inf") if ratio else float("inf"), score="tas")
+    hidden = [decoder.prefill(embeds[:, :p], geometry, replay=replay)]
+    hidden += [decoder.step(embeds[:, p + s]) for s in range(geometry.steps)]
+    torch.testing.assert_close(got.hidden[:, p - 1 :], torch.stack(hidden, 1), atol=2e-5, rtol=0)
+    scores = torch.from_numpy(decoder.trace().scores[n:]).permute(1, 2, 0)
+    torch.testing.assert_close(got.tas, scores, atol=1e-4, rtol=0)
+
+
+def test_the_scan_replays_the_share_it_is_asked_for_and_compares_with_the_source(tiny_config):
+    from fastcar.training.replay_aware import _replayed
+
+    # one row, one token a frame, no prefix: B replays A; C is compared with A
+    a, b, c = torch.tensor([[1.0, 1]]), torch.tensor([[1.0, 0.9]]), torch.tensor([[-1.0, 1]])
+    m = torch.stack((a, b, c), 1)
+    y = torch.tensor([[[10.0, 0], [20.0, 0], [30.0, 0]]])
+    assert _replayed(m, y, 0, 1, 1.0)[0, :, 0].tolist() == [10, 10, 10]
+    assert _replayed(m, y, 0, 1, 0.5)[0, :, 0].tolist() == [10, 10, 10]  # of one token, the best half is it
+
+
+def test_alignment_loss_by_hand():
+    change = torch.tensor([[[0.0, 1.0, 2.0]]])
+    assert alignment_loss(-change, change).item() == pytest.approx(0, abs=1e-5)
+    assert alignment_loss(change, change).item() == pytest.approx(2, abs=1e-5)
+
+
+def test_nested_state_survives_a_file(tmp_path):
+    state = {"optimiser": {0: {"step": torch.tensor(3.0), "m": torch.ones(2)}}, "n": {"k": 4}}
+    assert unpack(*pack(state))["optimiser"][0]["step"] == 3
+    save_checkpoint(tmp_path / "c", state, {"step": 5})
+    back, header = load_checkpoint(tmp_path / "c")
+    assert header == {"step": 5} and back["n"]["k"] == 4 and torch.equal(back["optimiser"][0]["m"], torch.ones(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    (tmp_path / "c").write_bytes(b"\x80\x04 no tensors")
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
+        load_checkpoint(tmp_path / "c")
