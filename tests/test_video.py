@@ -277,9 +277,9 @@ def test_nothing_is_left_by_an_interrupt(extension, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt, daemon=True).start()
-        frames = np.random.default_rng(0).integers(0, 256, (240, 128, 128, 3), dtype=np.uint8)
+        frames = np.random.default_rng(0).integers(0, 256, (80, 96, 96, 3), dtype=np.uint8)
         try:
-            write_video(frames, folder / "a.{extension}", scale=4)
+            write_video(frames, folder / "a.{extension}", scale=6)
         except KeyboardInterrupt:
             print("interrupted")
     """

@@ -279,7 +279,8 @@ def _write_gif(frames: np.ndarray, path: Path, fps: float, scale: int) -> None:
     """
     count, height, width, _ = frames.shape
     palette = Image.fromarray(frames.reshape(count * height, width, 3))
-    palette = palette.quantize(256, Image.Quantize.MEDIANCUT, kmeans=1, dither=Image.Dither.NONE)
+    refine = int(frames.size <= 3 * 65536)  # k-means takes a minute on large clips
+    palette = palette.quantize(256, Image.Quantize.MEDIANCUT, kmeans=refine, dither=Image.Dither.NONE)
     indices = _enlarge(np.asarray(palette).reshape(count, height, width), scale)
     ends = [max(round(100 * (i + 1) / fps), 2 * (i + 1)) for i in range(count)]  # hundredths of a second
     with path.open("wb") as file:

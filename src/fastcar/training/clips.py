@@ -152,10 +152,8 @@ def _square(frame: np.ndarray, side: int) -> np.ndarray:
     height, width, _ = frame.shape
     short = min(height, width)
     top, left = (height - short) // 2, (width - short) // 2
-    if short == side:
-        return frame[top : top + short, left : left + short]
-    box = (left, top, left + short, top + short)
-    return np.asarray(Image.fromarray(frame).resize((side, side), Image.Resampling.LANCZOS, box))
+    square = np.ascontiguousarray(frame[top : top + short, left : left + short])
+    return np.asarray(Image.fromarray(square).resize((side, side), Image.Resampling.LANCZOS))
 
 
 def _captions_file(folder: Path) -> Path:
