@@ -308,7 +308,7 @@ def test_memory_is_told_by_part():
     decoder.prefill(random_inputs()[:, :3], GEOMETRY, replay=ReplayConfig(threshold=0.0))
     memory = decoder.memory()
     assert memory["kv_cache"] == 2 * 3 * 2 * 2 * 22 * 8 * 4
-    assert memory["replay"] == 3 * 5 * 2 * (32 + 32 + 1) * 4
+    assert memory["replay"] == 3 * 5 * 2 * (32 + 32) * 4
     assert memory["weights"] == sum(p.numel() for p in decoder.model.parameters()) * 4
     decoder.reset()
     assert decoder.memory()["kv_cache"] == 0

@@ -122,15 +122,14 @@ class ReferenceDecoder:
     def _mlp_or_replay(self, n: int, mlp: torch.nn.Module, state: LayerState) -> Tensor:
         assert self.replay is not None
         replayed = self.replay.decide(n, state)
-        skipped = int(replayed.sum())
-        if skipped == 0:
+        computing = [row for row, skipped in enumerate(replayed.tolist()) if not skipped]
+        if len(computing) == len(replayed):
             output = mlp(state.mlp_input)
-        elif skipped == len(replayed):
-            output = self.replay.aligned_output(n)
         else:
-            output = self.replay.aligned_output(n).clone()
-            computed = ~replayed
-            output[computed] = mlp(state.mlp_input[computed])
+            output = self.replay.aligned_output(n)
+            if computing:
+                output = output.clone()
+                output[computing] = mlp(state.mlp_input[computing])
         self.replay.finish(n, output)
         return output
 

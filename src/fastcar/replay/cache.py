@@ -55,7 +55,8 @@ class ReplayCache:
         self.remembered = {"key": lambda: ring(kv_heads, head_dim), "input": lambda: ring(hidden), None: lambda: None}[
             self.score.remembers
         ]()
-        self.age = torch.zeros(layers, self.slots, rows, dtype=torch.int32, device=device)
+        # how many frames in a row each output has been replayed; kept only where somebody asks
+        self.age = None if config.max_age is None else ring().int()
         self.scores = torch.full((geometry.steps, layers, rows), torch.nan, device=device)
         self.replayed = torch.zeros(geometry.steps, layers, rows, dtype=torch.bool, device=device)
         self.step = 0
@@ -74,13 +75,12 @@ class ReplayCache:
         if self.geometry.may_replay(self.step):
             before = None if self.remembered is None else self.remembered[layer, aligned]
             scores = self.score.compute(state, before)
-            young = None if self.config.max_age is None else self.age[layer, aligned] < self.config.max_age
             if self.pairs and self.config.tie_guidance:
-                scores = torch.minimum(*scores.chunk(2)).repeat(2)
+                scores = scores.view(2, -1).amin(0).repeat(2)
             self.scores[self.step, layer] = scores
             mask.copy_(self.policy.decide(layer, scores))
-            if young is not None:
-                mask &= young
+            if self.age is not None:
+                mask &= self.age[layer, aligned] < self.config.max_age
             if self.score.remembers == "input":  # a replayed output keeps the input that produced it
                 fresh = torch.where(mask[:, None], before, fresh)
         if self.remembered is not None:
@@ -95,7 +95,8 @@ class ReplayCache:
         """Put the MLP outputs that were used [B, H], computed or replayed, into the ring."""
         slot, aligned = self.step % self.slots, self.geometry.aligned(self.step) % self.slots
         self.outputs[layer, slot] = output
-        self.age[layer, slot] = (self.age[layer, aligned] + 1) * self.replayed[self.step, layer]
+        if self.age is not None:
+            self.age[layer, slot] = (self.age[layer, aligned] + 1) * self.replayed[self.step, layer]
 
     def advance(self) -> None:
         """End a step."""

@@ -29,15 +29,16 @@ class ThresholdPolicy:
     """Replay where the score reaches a fixed threshold, one per layer (the paper's ``tau``)."""
 
     def __init__(self, thresholds: list[float], strict: bool, device: torch.device | str = "cpu") -> None:
-        self.strict = strict
+        self.compare = torch.gt if strict else torch.ge
+        # No score reaches NaN: infinity means never, even for an infinite score.
         self.values = torch.tensor(thresholds, dtype=torch.float64, device=device)
+        self.values[self.values == torch.inf] = torch.nan
+        self.rounded = self.values
 
     def decide(self, layer: int, scores: Tensor) -> Tensor:
-        # Rounded to the scores' dtype first, as comparing a tensor with a Python number does.
-        threshold = self.values[layer].to(scores.dtype)
-        if self.strict:
-            return scores > threshold
-        return (scores >= threshold) & (self.values[layer] != torch.inf)
+        if self.rounded.dtype != scores.dtype:  # compared in the scores' own precision, as in the official code
+            self.rounded = self.values.to(scores.dtype)
+        return self.compare(scores, self.rounded[layer])
 
     def observe(self, scores: Tensor, replayed: Tensor) -> None:
         pass
@@ -60,21 +61,21 @@ class TargetRatioPolicy:
     def __init__(self, ratios: list[float], rows: int, window: int, device: torch.device | str = "cpu") -> None:
         self.ratios = torch.tensor(ratios, dtype=torch.float32, device=device)[:, None]
         self.recent = torch.full((len(ratios), rows, window), torch.nan, device=device)
+        self.active = self.ratios > 0
         self.owed = torch.zeros(rows, device=device)
         self.seen = 0
         self.thresholds = torch.full((len(ratios), rows), torch.inf, device=device)
 
     def decide(self, layer: int, scores: Tensor) -> Tensor:
-        return (scores >= self.thresholds[layer]) & (self.ratios[layer] > 0)
+        return scores >= self.thresholds[layer]
 
     def observe(self, scores: Tensor, replayed: Tensor) -> None:
         window = self.recent.shape[-1]
         self.recent[..., self.seen % window] = scores
         self.seen += 1
         self.owed += (self.ratios - replayed.float()).sum(0)
-        active = self.ratios > 0
-        share = self.owed / (active.sum().clamp(min=1) * max(1, window // 4))
-        share = (self.ratios + share).clamp(0, 1)
+        share = self.owed / (self.active.sum().clamp(min=1) * max(1, window // 4))
+        share = (self.ratios + share).clamp(0, 1) * self.active
         known = min(self.seen, window)
         ordered = self.recent[..., :known].sort(-1).values
         index = ((1 - share) * known).ceil().long()
