@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
+	mkdir -p $(OUT)
 	$(BIN)/fastcar generate "$(PROMPT)" -o $(OUT)/clip.mp4
 	$(BIN)/fastcar compare "$(PROMPT)" --replay 0.8 -o $(OUT)
 

@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from fastcar.metrics.world import adherence
 
 import fastcar
 from fastcar.analysis.evaluate import evaluate_world
 from fastcar.metrics.image import psnr, ssim
-from fastcar.metrics.world import adherence
 from fastcar.replay import ReplayConfig
 
 POLICIES: dict[str, ReplayConfig | None] = {
@@ -97,9 +97,8 @@ def main() -> None:
     print("| policy | ratio | both rows | colour | shape | motion (moving objects) | lost / won | PSNR | SSIM |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
-        cells = []
-        for s in (row["adherence"]["colour"], row["adherence"]["shape"], row["moving"]):  # type: ignore[index]
-            cells.append(f"{s['mean']:.2f} [{s['low']:.2f}, {s['high']:.2f}]")
+        means = (row["adherence"]["colour"], row["adherence"]["shape"], row["moving"])  # type: ignore[index]
+        cells = [f"{s['mean']:.2f} [{s['low']:.2f}, {s['high']:.2f}]" for s in means]
         print(
             f"| {name} | {row['replay_ratio']:.3f} | {row['both_rows_rate']:.3f} | {' | '.join(cells)} | "
             f"{row['motion_lost']} / {row['motion_won']} | {row['psnr']:.1f} | {row['ssim']:.3f} |"

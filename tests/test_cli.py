@@ -138,8 +138,8 @@ def test_interrupting_leaves_nothing(run, tmp_path, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pipeline, "__call__", interrupted)
-    code, out, err = run("generate", PROMPT, "-o", "clip.mp4")
+    monkeypatch.setattr(Pipeline, "batch", interrupted)
+    code, _, err = run("generate", PROMPT, "-o", "clip.mp4")
     assert code == 130 and "interrupted" in err and list(tmp_path.iterdir()) == []
 
 

@@ -57,7 +57,7 @@ def test_words():
     assert tokenizer.encode("A Red, cat!").tolist() == [0, 2, 5, 4, 1]
     assert tokenizer.encode("").tolist() == [0, 0, 0, 0, 1]
     assert tokenizer.unknown("a rad xyz cat rad xyz") == {"a": ["cat"], "rad": ["red"], "xyz": []}
-    with pytest.raises(ValueError, match="5 words.*at most 4"):
+    with pytest.raises(ValueError, match=r"5 words.*at most 4"):
         tokenizer.encode("red red red red red")
 
 

@@ -25,7 +25,7 @@ def test_a_clip_and_its_numbers(tiny):
 def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
     alone = tiny(PROMPT, seed=5)
     tiny(OTHER, seed=1, replay=0.9)
-    beside = tiny([OTHER, PROMPT, PROMPT], seed=[1, 5, 6])
+    beside = tiny.batch([OTHER, PROMPT, PROMPT], [1, 5, 6])
     np.testing.assert_array_equal(alone.codes, tiny(PROMPT, seed=5).codes)
     np.testing.assert_array_equal(alone.codes, beside[1].codes)
     assert (beside[2].codes != alone.codes).any()
@@ -33,7 +33,7 @@ def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
 
 def test_replayed_rows_do_not_depend_on_the_batch(tiny):
     alone = tiny(PROMPT, seed=5, replay=0.5)
-    beside = tiny([OTHER, PROMPT], seed=[1, 5], replay=0.5)[1]
+    beside = tiny.batch([OTHER, PROMPT], [1, 5], replay=0.5)[1]
     np.testing.assert_array_equal(alone.codes, beside.codes)
     np.testing.assert_array_equal(alone.trace.replayed, beside.trace.replayed)
 
@@ -100,7 +100,6 @@ def test_memory_is_given_back(tiny):
         ({"replay": ReplayConfig(threshold=[0.0, 1.0])}, "2 values"),
         ({"frames": 0}, "frames"),
         ({"temperature": -1.0}, "temperature"),
-        ({"seed": [1, 2]}, "1 prompts need as many seeds"),
         ({"seed": -1}, "-1"),
     ],
 )
@@ -113,7 +112,9 @@ def test_bad_prompts(tiny):
     with pytest.raises(ValueError, match="no words"):
         tiny(" ,")
     with pytest.raises(ValueError, match="no prompt"):
-        tiny([])
+        tiny.batch([], [])
+    with pytest.raises(ValueError, match="1 prompts need as many seeds"):
+        tiny.batch([PROMPT], [1, 2])
     warnings = tiny.model.check_prompt("a rad circle")
     assert len(warnings) == 1 and "'rad'" in warnings[0] and "red" in warnings[0]
 

@@ -254,7 +254,9 @@ def _obvious(model, x, thresholds, score):
             rq, rk = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             keys[layer_number].append(rk)
             values[layer_number].append(v)
-            h = h + layer.self_attn.attend(rq, torch.cat(keys[layer_number], 2), torch.cat(values[layer_number], 2), None)
+            h = h + layer.self_attn.attend(
+                rq, torch.cat(keys[layer_number], 2), torch.cat(values[layer_number], 2), None
+            )
             m = layer.post_attention_layernorm(h)
             out, source = layer.mlp(m), m
             if position - p >= n:

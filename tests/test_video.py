@@ -181,7 +181,7 @@ def test_contact_sheet_refuses(rows, message):
 
 def test_write_sheet(clip, tmp_path):
     rows = [("dense", clip), ("replay 0.80", clip)]
-    path = write_sheet(rows, tmp_path / "new" / "sheet.png")
+    path = write_sheet(rows, tmp_path / "sheet.png")
     assert np.array_equal(np.asarray(Image.open(path)), contact_sheet(rows))
     with pytest.raises(ValueError, match=r"'\.mp4'; expected one of \.png"):
         write_sheet(rows, tmp_path / "sheet.mp4")
@@ -214,7 +214,7 @@ def test_unknown_extension(name, tmp_path):
 
 
 def test_check_output_leaves_nothing(tmp_path):
-    assert check_output(str(tmp_path / "deep" / "er" / "a.MP4")) == tmp_path / "deep" / "er" / "a.MP4"
+    assert check_output(str(tmp_path / "a.MP4")) == tmp_path / "a.MP4"
     assert check_output(tmp_path / "trace.npz", extensions=(".npz",))
     assert not list(tmp_path.iterdir())
 
@@ -229,8 +229,10 @@ def test_unwritable_places(tmp_path, clip):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"folder\.mp4 is a folder; expected the name of a file"):
         check_output(tmp_path / "folder.mp4")
-    with pytest.raises(OSError, match=r"a\.mp4 cannot be written: .*file is no folder"):
+    with pytest.raises(OSError, match=r"a\.mp4 cannot be written: there is no folder .*/file; make it"):
         write_video(clip, tmp_path / "file" / "a.mp4")
+    with pytest.raises(OSError, match=r"a\.mp4 cannot be written: there is no folder .*/nowhere; make it"):
+        check_output(tmp_path / "nowhere" / "a.mp4")
     with pytest.raises(OSError, match=r"cannot be written \(File name too long\)"):
         check_output(tmp_path / ("a" * 300 + ".mp4"))
     with pytest.raises(OSError, match=r"/proc/a\.mp4 cannot be written \(.*\); choose another folder"):

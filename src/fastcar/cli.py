@@ -215,10 +215,10 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
     _warn(pipe, args.prompt)
     replay = _replay_config(args, pipe)
     with _bar(args.frames or pipe.model.frames, "generating") as bar:
-        clips = pipe(
+        clips = pipe.batch(
             [args.prompt] * args.count,
+            seeds,
             replay=replay,
-            seed=seeds,
             progress=lambda done, total: bar.update(),
             **_sampling(args),
         )
@@ -320,7 +320,7 @@ def _info(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "engines": {name: "PyTorch, the specification" for name in ENGINES},
+        "engines": dict.fromkeys(ENGINES, "PyTorch, the specification"),
         "default_engine": "reference",
         "dtypes": list(DTYPES),
         "models": {name: _model_size(path) for name, path in SHIPPED.items()},

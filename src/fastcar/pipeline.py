@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fastcar.models.base import VideoModel
 from fastcar.models.registry import load_model
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.trace import ReplayStats, ReplayTrace
-from fastcar.sampling import SamplingConfig, SeededNoise, draw, guide, probabilities
+from fastcar.sampling import SeededNoise, draw, guide, probabilities
 
 __all__ = ["DTYPES", "ENGINES", "Clip", "ClipStats", "Pipeline", "Timing", "load"]
 
@@ -156,53 +156,51 @@ class Pipeline:
         self.model, self.dtype = model, dtype
         self.decoder: Decoder = _engine(engine)(model.decoder)
 
-    @overload
-    def __call__(self, prompt: str, **options: object) -> Clip: ...
-    @overload
-    def __call__(self, prompt: Sequence[str], **options: object) -> list[Clip]: ...
     def __call__(
         self,
-        prompt: str | Sequence[str],
+        prompt: str,
         *,
         replay: float | ReplayConfig | None = None,
         frames: int | None = None,
-        seed: int | Sequence[int] = 0,
+        seed: int = 0,
         guidance: float | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         progress: Progress | None = None,
-    ) -> Clip | list[Clip]:
-        """Generate a clip, or a list of clips for a list of prompts, in one batch.
+    ) -> Clip:
+        """Generate a clip.
 
         Args:
             replay: a target ratio in 0..1 for the model's recommended setting, a config, or None for dense.
             frames: frames of the clip; the model's own number if not given.
-            seed: one for every clip, or one each. A clip depends on its own seed only, not on what it is batched with.
+            seed: a seed gives one clip; with and without replay the same noise is drawn.
             guidance, temperature, top_k, top_p: instead of the model's recommended sampling.
             progress: called with (frames done, frames) after every frame.
 
         Raises:
             ValueError: a bad prompt or setting.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
-        run = _Run(self, prompts, seeds, replay, frames, guidance, temperature, top_k, top_p)
+        sampling = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return self.batch([prompt], [seed], progress=progress, replay=replay, frames=frames, **sampling)[0]
+
+    def batch(
+        self, prompts: Sequence[str], seeds: Sequence[int], *, progress: Progress | None = None, **options: Any
+    ) -> list[Clip]:
+        """Generate a clip for each prompt and seed, together. Options as for a call.
+
+        A clip is the same whatever it is generated beside, up to rounding: a product of many rows may round
+        otherwise than one of few.
+        """
+        run = _Run(self, list(prompts), list(seeds), **options)
         for done, _ in enumerate(run.frames(), start=1):
             if progress:
                 progress(done, run.geometry.frames)
-        clips = run.clips()
-        return clips[0] if isinstance(prompt, str) else clips
+        return run.clips()
 
-    def stream(self, prompt: str, **options: object) -> Iterator[np.ndarray]:
+    def stream(self, prompt: str, *, seed: int = 0, **options: Any) -> Iterator[np.ndarray]:
         """Generate a clip and yield its frames, uint8 [H, W, 3], each as soon as it is drawn. Options as for a call."""
-        names = ("replay", "frames", "guidance", "temperature", "top_k", "top_p")
-        unknown = set(options) - {*names, "seed"}
-        if unknown:
-            raise TypeError(f"stream got unknown options: {', '.join(sorted(unknown))}")
-        seed = options.get("seed", 0)
-        run = _Run(self, [prompt], [seed], *(options.get(name) for name in names))  # type: ignore[arg-type,list-item]
-        for frame in run.frames():
+        for frame in _Run(self, [prompt], [seed], **options).frames():
             yield frame[0].cpu().numpy()
 
     def replay_config(self, replay: float | ReplayConfig | None) -> ReplayConfig | None:
@@ -227,12 +225,10 @@ class _Run:
         pipe: Pipeline,
         prompts: list[str],
         seeds: list[int],
-        replay: float | ReplayConfig | None,
-        frames: int | None,
-        guidance: float | None,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
+        *,
+        replay: float | ReplayConfig | None = None,
+        frames: int | None = None,
+        **sampling: Any,
     ) -> None:
         self.pipe, self.prompts, self.seeds = pipe, prompts, seeds
         model = pipe.model
@@ -243,8 +239,7 @@ class _Run:
         for prompt in prompts:
             model.check_prompt(prompt)
         self.geometry = model.geometry(model.frames if frames is None else frames)
-        given = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        self.sampling = replace(model.sampling, **{k: v for k, v in given.items() if v is not None})
+        self.sampling = replace(model.sampling, **{k: v for k, v in sampling.items() if v is not None})
         self.replay = pipe.replay_config(replay)
         self.noise = SeededNoise(seeds, model.depth, model.codebook_size)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)

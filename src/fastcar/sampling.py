@@ -73,7 +73,7 @@ def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
 
 
 def draw(probs: Tensor, noise: Tensor) -> Tensor:
-    """Codes int64 [B] from probabilities and Exp(1) noise, both [B, V]: ``argmax(probs / noise)`` (exponential race)."""
+    """Codes int64 [B], drawn from probabilities by Exp(1) noise, both [B, V]: ``argmax(probs / noise)``."""
     return (probs / noise).argmax(-1)
 
 

@@ -37,7 +37,7 @@ def write_video(frames: np.ndarray, path: str | Path, fps: float = 8, scale: int
 
     Args:
         frames: uint8 [F, H, W, 3].
-        path: where to; missing folders are made, an existing file is replaced.
+        path: where to, in a folder that exists; an existing file is replaced.
         fps: frames a second; a gif keeps time in hundredths of a second, and a contact sheet has none.
         scale: whole factor by which pictures are enlarged; by default one that makes the short side at least 256
             (128 in a contact sheet). Factors are even in an mp4, so that its halved colour resolution loses nothing.
@@ -98,14 +98,15 @@ def check_output(path: str | Path, extensions: Sequence[str] = EXTENSIONS) -> Pa
     if path.suffix.lower() not in extensions:
         raise ValueError(f"{path} has the unknown extension {path.suffix!r}; expected one of {', '.join(extensions)}")
     with _explained(path):
-        is_folder = path.is_dir()
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        is_folder, has_folder = path.is_dir(), path.parent.is_dir()
     if is_folder:
         raise IsADirectoryError(f"{path} is a folder; expected the name of a file")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{path} cannot be written: {folder} is no folder; choose another one")
+    if not has_folder:
+        raise NotADirectoryError(
+            f"{path} cannot be written: there is no folder {path.parent}; make it or choose another"
+        )
     with _explained(path):
-        probe = folder / f".{secrets.token_hex(8)}"
+        probe = path.with_name(f".{secrets.token_hex(8)}")
         try:
             probe.touch()
         finally:
@@ -207,7 +208,6 @@ def _beside(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to: renamed over it if the block ends well, removed if not."""
     part = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
     with _explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield part
             os.replace(part, path)

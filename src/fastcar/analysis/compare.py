@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastcar.metrics.image import psnr, ssim
 from fastcar.pipeline import Clip, Pipeline
@@ -39,7 +40,7 @@ class Comparison:
     @property
     def speedup_ceiling(self) -> float | None:
         """What this engine would gain if every MLP that could be replayed were."""
-        return self.ceiling and self.dense.stats.timing.decode / self.ceiling.stats.timing.decode
+        return self.dense.stats.timing.decode / self.ceiling.stats.timing.decode if self.ceiling else None
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready; an infinite PSNR is None, as JSON has no infinity."""
@@ -83,7 +84,7 @@ def compare(
     *,
     ceiling: bool = True,
     progress: Callable[[str], Callable[[int, int], None] | None] = lambda name: None,
-    **options: object,
+    **options: Any,
 ) -> Comparison:
     """Generate a prompt densely and with replay; ``options`` as for a :class:`Pipeline` call.
 

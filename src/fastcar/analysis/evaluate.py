@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def evaluate_world(
     batch: int = 25,
     frozen: bool = False,
     progress: Callable[[int], None] | None = None,
-    **options: object,
+    **options: Any,
 ) -> WorldEvaluation:
     """Generate held-out prompts, one clip each, and judge the frames.
 
@@ -83,7 +84,7 @@ def evaluate_world(
         if pipe is None:
             frames = [world.render(scene) for scene in scenes[part]]
         else:
-            made = pipe(captions[part], seed=seeds[part], replay=replay, **options)
+            made = pipe.batch(captions[part], seeds[part], replay=replay, **options)
             clips += made
             frames = [clip.frames for clip in made]
         if frozen:

@@ -6,6 +6,9 @@ training and prefill; decoding one position at a time, with replay, is :mod:`fas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ __all__ = ["LlamaLayer", "LlamaModel", "apply_rope", "rope_tables"]
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding: positions int64 [...] to two float32 [..., d] (RoFormer, Llama's halves)."""
+    """Cosines and sines of rotary embedding (RoFormer, in Llama's halves): int64 [...] to two float32 [..., d]."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[..., None].float() * inverse
     angles = torch.cat((angles, angles), -1)
@@ -86,6 +89,9 @@ class MLP(nn.Module):
 class LlamaLayer(nn.Module):
     """One block: attention and MLP, each behind a norm and a residual connection."""
 
+    self_attn: Attention
+    mlp: nn.Module
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.self_attn = Attention(config)
@@ -112,6 +118,10 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def blocks(self) -> Iterator[LlamaLayer]:
+        """The blocks in order, typed."""
+        return iter(cast("list[LlamaLayer]", self.layers))
+
     def forward(self, embeds: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Final hidden states [B, S, H] of embeddings [B, S, H] under causal attention.
 
@@ -125,6 +135,6 @@ class LlamaModel(nn.Module):
         if positions.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]
         x = embeds
-        for layer in self.layers:
+        for layer in self.blocks():
             x, _, _ = layer(x, cos, sin, mask)
         return self.norm(x)

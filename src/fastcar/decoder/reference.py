@@ -84,7 +84,7 @@ class ReferenceDecoder:
             # A padding query sees itself: an empty row of the softmax would be NaN.
             attention_mask = causal & (real[:, None, None] | torch.eye(length, dtype=torch.bool, device=device))
         x = embeds
-        for n, layer in enumerate(self.model.layers):
+        for n, layer in enumerate(self.model.blocks()):
             x, keys, values = layer(x, cos, sin, attention_mask)
             self.kv.write(n, 0, keys, values)
         return self.model.norm(x[:, -1])
@@ -102,7 +102,7 @@ class ReferenceDecoder:
         cos, sin = cos[:, None, None], sin[:, None, None]
         mask = self.visible[:, None, None, : slot + 1] if self.padded else None
         x = embeds[:, None]
-        for n, layer in enumerate(self.model.layers):
+        for n, layer in enumerate(self.model.blocks()):
             query, key, value = layer.self_attn.qkv(layer.input_layernorm(x))
             rotated_query, rotated_key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
             self.kv.write(n, slot, rotated_key, value)

@@ -99,7 +99,7 @@ class VideoModel(Protocol):
         ...
 
     def next_input(self, prompts: Prompts, codes: Tensor) -> Tensor:
-        """Decoder inputs [B, H] after codes int64 [b, s + 1, D] of the tokens so far, for the step that feeds token s."""
+        """Decoder inputs [B, H] for the step that feeds token s, after codes int64 [b, s + 1, D] so far."""
         ...
 
     def recommended_replay(self, target_ratio: float) -> ReplayConfig:

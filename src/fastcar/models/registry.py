@@ -36,7 +36,7 @@ def load_model(name_or_path: str | Path, dtype: torch.dtype) -> VideoModel:
     folder = SHIPPED.get(str(name_or_path), Path(name_or_path))
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"no model {str(name_or_path)!r}: neither a shipped one ({', '.join(SHIPPED)}) nor a folder with a checkpoint"
+            f"no model {str(name_or_path)!r}: neither a shipped one ({', '.join(SHIPPED)}) nor a checkpoint's folder"
         )
     path = folder / "config.json"
     if not path.is_file():

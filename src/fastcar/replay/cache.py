@@ -71,20 +71,20 @@ class ReplayCache:
         slot = self.step % self.slots
         aligned = self.geometry.aligned(self.step) % self.slots
         mask = self.replayed[self.step, layer]
-        fresh = {"key": state.rotated_key, "input": state.mlp_input, None: None}[self.score.remembers]
+        before = None if self.remembered is None else self.remembered[layer, aligned]
+        now = state.rotated_key if self.score.remembers == "key" else state.mlp_input
         if self.geometry.may_replay(self.step):
-            before = None if self.remembered is None else self.remembered[layer, aligned]
             scores = self.score.compute(state, before)
             if self.pairs and self.config.tie_guidance:
                 scores = scores.view(2, -1).amin(0).repeat(2)
             self.scores[self.step, layer] = scores
             mask.copy_(self.policy.decide(layer, scores))
-            if self.age is not None:
+            if self.age is not None and self.config.max_age is not None:
                 mask &= self.age[layer, aligned] < self.config.max_age
-            if self.score.remembers == "input":  # a replayed output keeps the input that produced it
-                fresh = torch.where(mask[:, None], before, fresh)
+            if self.score.remembers == "input" and before is not None:
+                now = torch.where(mask[:, None], before, now)  # a replayed output keeps the input that produced it
         if self.remembered is not None:
-            self.remembered[layer, slot] = fresh
+            self.remembered[layer, slot] = now
         return mask
 
     def aligned_output(self, layer: int) -> Tensor:

@@ -80,7 +80,9 @@ class ReplayConfig:
             if isinstance(value, tuple) and len(value) != layers:
                 raise ValueError(f"{name} lists {len(value)} values, but the model has {layers} layers")
         if any(layer >= layers for layer in self.exclude_layers):
-            raise ValueError(f"exclude_layers={self.exclude_layers!r} names a layer the model has not (0..{layers - 1})")
+            raise ValueError(
+                f"exclude_layers={self.exclude_layers!r} names a layer the model has not (0..{layers - 1})"
+            )
         if isinstance(self.target_ratio, (int, float)):
             reach = 1 - len(set(self.exclude_layers)) / layers
             if self.max_age is not None:
@@ -103,7 +105,7 @@ class ReplayConfig:
         """The share of each layer's MLPs to replay, so that over all layers ``target_ratio`` is met."""
         if isinstance(self.target_ratio, tuple):
             return [0.0 if n in self.exclude_layers else float(r) for n, r in enumerate(self.target_ratio)]
-        assert self.target_ratio is not None
+        assert isinstance(self.target_ratio, (int, float))
         left = layers - len(set(self.exclude_layers))
         share = min(1.0, self.target_ratio * layers / left) if left else 0.0
         return [0.0 if layer in self.exclude_layers else share for layer in range(layers)]

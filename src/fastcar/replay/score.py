@@ -92,7 +92,9 @@ SCORES = {
             False,
             _input,
         ),
-        Score("tas", "arXiv 2505.14709: query and aligned key, both after RoPE; replay at or above", "key", False, _tas),
+        Score(
+            "tas", "arXiv 2505.14709: query and aligned key, both after RoPE; replay at or above", "key", False, _tas
+        ),
         Score(
             "tas-official",
             "the paper's official code: query before RoPE, aligned key after RoPE; replay above",

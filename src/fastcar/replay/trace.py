@@ -78,13 +78,11 @@ class ReplayTrace:
 
     def rows(self, index: list[int]) -> ReplayTrace:
         """The trace of some rows alone."""
-        return ReplayTrace(
-            self.scores[..., index], self.replayed[..., index], self.geometry, self.config, self.pairs
-        )
+        return ReplayTrace(self.scores[..., index], self.replayed[..., index], self.geometry, self.config, self.pairs)
 
     def statistics(self) -> ReplayStats:
         """Count what was replayed."""
-        steps, _, rows = self.replayed.shape
+        steps = len(self.replayed)
         could = np.array([self.geometry.may_replay(s) for s in range(steps)], dtype=bool)
         eligible = self.replayed[could]
         frame = np.array([self.geometry.frame(s) for s in range(steps)])

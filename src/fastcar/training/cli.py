@@ -33,13 +33,18 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         sub: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
         sub.set_defaults(train=train)
         sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document last")
-        sub.add_argument("--run-dir", type=Path, default=Path("runs/mini"), help="folder of the run (default runs/mini)")
+        sub.add_argument(
+            "--run-dir", type=Path, default=Path("runs/mini"), help="folder of the run (default runs/mini)"
+        )
         return sub
 
     def settings(sub: argparse.ArgumentParser, of: type) -> None:
         sub.set_defaults(settings=of)
         for field in fields(of):
             kind = type(field.default)
+            if kind is bool:
+                sub.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", default=argparse.SUPPRESS)
+                continue
             sub.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=_floats if kind is tuple else kind,
@@ -53,16 +58,21 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         group.add_argument("--size", type=int, default=64, help="side of a frame, a multiple of 8 (default 64)")
         group.add_argument("--frames", type=int, default=world.FRAMES, help="frames of a clip (default 8)")
 
-    settings(command("tokenizer", _tokenizer, "Train the codec: frames to codes and back."), TokenizerTraining)
+    sub = command("tokenizer", _tokenizer, "Train the codec: frames to codes and back.")
+    settings(sub, TokenizerTraining)
+    sub.add_argument("--name", default="tokenizer", help="of this codec run in the folder (default tokenizer)")
+    sub.add_argument("--start-from", help="begin with the codec of another run of the folder")
     sub = command("decoder", _decoder, "Train the decoder and its depth head on the codec's codes.")
     settings(sub, DecoderTraining)
     sub.add_argument("--name", default="decoder", help="of this decoder run in the folder (default decoder)")
     sub.add_argument("--start-from", help="begin with the weights of another decoder run of the folder")
+    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run whose codes it learns")
     sub.add_argument("--encode", type=int, default=12000, help="clips to encode (default 12000)")
     sub.add_argument("--encode-firsts", type=int, default=40000, help="further first frames to encode (default 40000)")
     sub.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     sub = command("export", _export, "Write codec and decoder as a checkpoint folder for fastcar.load.")
     sub.add_argument("--name", default="decoder", help="of the decoder run (default decoder)")
+    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run (default tokenizer)")
     sub.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
     sub.add_argument("--guidance", type=float, default=3.0, help="recommended guidance scale")
     sub.add_argument("--temperature", type=float, default=0.4, help="recommended temperature")
@@ -98,22 +108,30 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.training.tokenizer import train_tokenizer
 
     train, held_out = _sources(args)
-    output = args.run_dir / "tokenizer.safetensors"
+    output = args.run_dir / f"{args.name}.safetensors"
     config = CodecConfig(size=args.size)
     _, quality = train_tokenizer(
-        config, _chosen(args), train, held_out, output, args.device, save_every=args.save_every, log=_log
+        config,
+        _chosen(args),
+        train,
+        held_out,
+        output,
+        start_from=args.start_from and args.run_dir / f"{args.start_from}.safetensors",
+        device=args.device,
+        save_every=args.save_every,
+        log=_log,
     )
     print(f"{output}: {quality:.2f} dB on held-out frames")
     return {"output": str(output), "psnr": quality}
 
 
-def _codec(run_dir: Path, device: str) -> MiniCodec:
+def _codec(run_dir: Path, name: str, device: str) -> MiniCodec:
     import torch
 
     from fastcar.models.mini.codec import CodecConfig, MiniCodec
     from fastcar.training.checkpoint import load_checkpoint
 
-    path = run_dir / "tokenizer.safetensors"
+    path = run_dir / f"{name}.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} is missing; run 'fastcar train tokenizer --run-dir {run_dir}' first")
     state, header = load_checkpoint(path)
@@ -127,7 +145,7 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.models.mini.text import WordTokenizer
     from fastcar.training.decoder import encode_clips, train_decoder
 
-    codec = _codec(args.run_dir, args.device)
+    codec = _codec(args.run_dir, args.tokenizer, args.device)
     train, held_out = _sources(args)
     config = MiniConfig(words=tuple(_words(args, train)), frames=args.frames, codec=codec.config)
     tokenizer = WordTokenizer(config.words, config.max_words)
@@ -173,7 +191,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.sampling import SamplingConfig
     from fastcar.training.checkpoint import load_checkpoint
 
-    codec = _codec(args.run_dir, "cpu")
+    codec = _codec(args.run_dir, args.tokenizer, "cpu")
     path = args.run_dir / f"{args.name}.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} is missing; run 'fastcar train decoder --run-dir {args.run_dir}' first")

@@ -87,7 +87,7 @@ def encode_clips(
     cache: Path | None = None,
     first_frames: bool = False,
 ) -> CodeClips:
-    """Encode ``count`` clips of a source, or their first frames alone, or read them from ``cache`` if they are there."""
+    """Encode ``count`` clips of a source, or their first frames alone; or read them from ``cache`` if it has them."""
     digest = hashlib.sha256(codec.codebook.cpu().numpy().tobytes()).hexdigest()
     about = {"start": start, "count": count, "first_frames": first_frames, "source": repr(source)}
     header = {"kind": "codes", "codec": digest, "words": tokenizer.words, **about}
@@ -241,7 +241,8 @@ def train_decoder(
             with torch.autocast(device, torch.bfloat16):
                 if length > frame and (training.alignment or training.replay_ratio):
                     ratio = training.replay_ratio * torch.rand((), generator=rng).item()
-                    each, aligned = replay_aware_loss(model, *batch, ratio)
+                    words, target, fed = batch
+                    each, aligned = replay_aware_loss(model, words, target, fed, ratio)
                 else:
                     each = loss_of(model, *batch)
                 loss = (each * weights).sum() / (tokens * weights.sum()) + training.alignment * aligned

@@ -45,7 +45,9 @@ def replay_aware_pass(
         ratio: share of each layer's MLPs, of every frame but the first, that replay; 0 leaves the pass dense.
     """
     n = tokens_per_frame
-    cos, sin = rope_tables(torch.arange(embeds.shape[1], device=embeds.device), model.config.head_dim, model.config.rope_theta)
+    cos, sin = rope_tables(
+        torch.arange(embeds.shape[1], device=embeds.device), model.config.head_dim, model.config.rope_theta
+    )
     x = embeds
     scores, inputs, changes = [], [], []
     for layer in model.layers:

@@ -37,6 +37,8 @@ class TokenizerTraining:
         pool: clips held in memory; a new pool is drawn every ``refresh`` steps.
         unquantised: steps before the codebook starts.
         decay: of the codebook's running averages.
+        focus: above 0, places reconstructed worse than the mean weigh more, by their relative error to this power.
+        freeze_codes: train the decoder alone, for codes that others were already trained on.
         seed: of weights, data order and restarts.
     """
 
@@ -47,6 +49,8 @@ class TokenizerTraining:
     refresh: int = 1000
     unquantised: int = 250
     decay: float = 0.98
+    focus: float = 0.0
+    freeze_codes: bool = False
     seed: int = 0
 
 
@@ -106,9 +110,14 @@ class _Quantiser:
         self.codec.codebook.copy_(self.total / self.count.clamp(min=1e-5)[:, None])
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def _loss(output: Tensor, target: Tensor, focus: float) -> Tensor:
     """L1, squared error, and L1 of the differences between neighbours, which keeps edges sharp."""
     error = output - target
+    if focus > 0:
+        with torch.no_grad():
+            here = F.avg_pool2d(error.abs().mean(1, keepdim=True), 9, stride=1, padding=4)
+            weight = (here / here.mean()).pow(focus).clamp(0.3, 8)
+        error = error * weight
     edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
     return error.abs().mean() + 2 * error.square().mean() + 0.5 * edges
 
@@ -126,11 +135,18 @@ def train_tokenizer(
     clips: ClipSource,
     held_out: ClipSource,
     output: Path,
+    start_from: Path | None = None,
     device: str = "cpu",
     save_every: int = 250,
     log: Callable[[str], None] | None = None,
 ) -> tuple[MiniCodec, float]:
-    """Train a codec into ``output`` (a checkpoint), going on from it if it exists: ``(codec, PSNR on held-out frames)``.
+    """Train a codec into ``output`` (a checkpoint), going on from it if it exists.
+
+    Args:
+        start_from: a checkpoint whose codec a new run begins with.
+
+    Returns:
+        The codec, and its PSNR on held-out frames in dB.
 
     Raises:
         ValueError: ``output`` holds a run with other settings.
@@ -149,6 +165,11 @@ def train_tokenizer(
         codec.load_state_dict(state["codec"])
         quantiser.count, quantiser.total = state["quantiser"]["count"], state["quantiser"]["total"]
         optimiser.load_state_dict({**optimiser.state_dict(), "state": state["optimiser"]})
+    elif start_from:
+        state, found = load_checkpoint(start_from)
+        codec.load_state_dict(state["codec"])
+        quantiser.count, quantiser.total = state["quantiser"]["count"], state["quantiser"]["total"]
+        quantiser.started = found["started"]
 
     def save() -> None:
         save_checkpoint(
@@ -173,9 +194,9 @@ def train_tokenizer(
         rate = training.learning_rate * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / training.steps))
         for group in optimiser.param_groups:
             group["lr"] = max(rate, 1e-5)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(not training.freeze_codes):
             latents = codec.latents(x).float()
-        if step == training.unquantised:
+        if step == training.unquantised and not quantiser.started:
             with torch.no_grad():
                 many = torch.cat([codec.latents(_normalise(part, device)) for part in pool[::40].split(64)])
                 quantiser.start(many[:, ::3], rng)
@@ -187,12 +208,12 @@ def train_tokenizer(
             through = latents + (quantised - latents).detach()
         with torch.autocast(device, torch.bfloat16):
             y = codec.pixels(through)
-        loss = _loss(y.float(), x) + 0.25 * commitment
+        loss = _loss(y.float(), x, training.focus) + 0.25 * commitment
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(codec.parameters(), 1.0)
         optimiser.step()
-        if residuals is not None:
+        if residuals is not None and not training.freeze_codes:
             with torch.no_grad():
                 quantiser.update(residuals, rng, restart=step % 20 == 0 and step < 0.8 * training.steps)
         step += 1

@@ -67,6 +67,8 @@ class MiniCodec(nn.Module):
     Pixels are float in -1..1 inside, uint8 [..., height, width, 3] outside; codes are int64 [..., N, D].
     """
 
+    codebook: Tensor
+
     def __init__(self, config: CodecConfig) -> None:
         super().__init__()
         self.config = config

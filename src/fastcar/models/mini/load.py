@@ -113,9 +113,11 @@ def config_from_dict(values: dict[str, Any]) -> MiniConfig:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(
-            file.read()
-        ).hexdigest()
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else hashlib.sha256(file.read()).hexdigest()
+        )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> MiniVideoModel:

@@ -69,6 +69,9 @@ class MiniConfig:
 class TokenEmbedding(nn.Module):
     """Words, and the neighbourhoods of target tokens, to decoder inputs."""
 
+    offset: Tensor
+    inside: Tensor
+
     def __init__(self, config: MiniConfig) -> None:
         super().__init__()
         self.config = config
@@ -103,7 +106,7 @@ class TokenEmbedding(nn.Module):
 
     def code_vectors(self, codes: Tensor) -> Tensor:
         """Codes int64 [..., D] to the sum of their embeddings [..., E]."""
-        return sum(self.codes[d][codes[..., d]] for d in range(self.config.codec.depth))
+        return torch.stack([table[codes[..., d]] for d, table in enumerate(self.codes)]).sum(0)
 
     def targets(self, vectors: Tensor, first: int, count: int, caption: Tensor, begin: int = 0) -> Tensor:
         """Decoder inputs of the targets ``first ... first + count - 1``.
