@@ -31,6 +31,8 @@ def score_correlations(model: MiniVideoModel, clips: list[Clip]) -> dict[str, li
     run = replay_aware_pass(model.decoder, embeds, words.shape[1], model.config.codec.tokens_per_frame)
     result = {}
     for name, scores in (("tas", run.tas), ("input", run.input)):
-        by_layer = [float(spearmanr(a.flatten(), -b.flatten()).statistic) for a, b in zip(scores, run.change, strict=True)]
+        by_layer = [
+            float(spearmanr(a.flatten(), -b.flatten()).statistic) for a, b in zip(scores, run.change, strict=True)
+        ]
         result[name] = [*by_layer, float(spearmanr(scores.flatten(), -run.change.flatten()).statistic)]
     return result

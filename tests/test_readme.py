@@ -1,0 +1,37 @@
+"""The README's Python runs as it stands, and the commands it shows exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fastcar.cli import _build_parser
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_five_lines_of_python_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert {p.name for p in tmp_path.iterdir()} == {"clip.mp4", "trace.npz"}
+    assert "replay ratio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/mini.md", "docs/log.md", "src/fastcar/models/mini/README.md"])
+def test_commands_in_the_documents_are_real(page):
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    commands = [line for line in lines if line.startswith("fastcar ")]
+    for line in commands:
+        _build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    assert commands or page in ("docs/mini.md", "docs/log.md")
+
+
+@pytest.mark.parametrize("page", [p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
