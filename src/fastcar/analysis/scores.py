@@ -1,4 +1,4 @@
-"""Do scores know when an MLP may be replayed? Rank correlation of each score with how little the MLP's output changed."""
+"""Do scores know when an MLP may be replayed? Their rank correlation with how little the MLP's output changed."""
 
 from __future__ import annotations
 

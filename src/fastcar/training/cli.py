@@ -41,12 +41,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     def settings(sub: argparse.ArgumentParser, of: type) -> None:
         sub.set_defaults(settings=of)
         for field in fields(of):
-            kind = type(field.default)
+            kind: Any = type(field.default)
+            option = f"--{field.name.replace('_', '-')}"
             if kind is bool:
-                sub.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", default=argparse.SUPPRESS)
+                sub.add_argument(option, action="store_true", default=argparse.SUPPRESS)
                 continue
             sub.add_argument(
-                f"--{field.name.replace('_', '-')}",
+                option,
                 type=_floats if kind is tuple else kind,
                 default=argparse.SUPPRESS,
                 help=f"default {field.default}",
