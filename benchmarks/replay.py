@@ -54,7 +54,7 @@ def main() -> None:
     def gain(times: dict[str, list[float]], name: str) -> float:
         return statistics.median(d / t for d, t in zip(times["dense"], times[name], strict=True))
 
-    print(f"{args.model}, {args.dtype}, {pipe.decoder.name} engine, {torch.get_num_threads()} threads")
+    print(f"{args.model}, {args.dtype}, {pipe.engine.name} engine, {torch.get_num_threads()} threads")
     print(f"{'':24}{'ratio':>8}{'decode s':>10}{'speed-up':>10}{'layers s':>10}{'speed-up':>10}")
     rows = {}
     for name in settings:

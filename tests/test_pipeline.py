@@ -87,9 +87,11 @@ def test_bfloat16(tiny_folder):
     assert clip.frames.shape == (4, 32, 32, 3) and clip.stats.dtype == "bfloat16"
 
 
-def test_memory_is_given_back(tiny):
-    tiny(PROMPT, replay=0.5)
-    assert tiny.decoder.memory()["kv_cache"] == tiny.decoder.memory()["replay"] == 0
+def test_runs_that_overlap_do_not_disturb_one_another(tiny):
+    streams = [tiny.stream(PROMPT, seed=1, replay=0.5), tiny.stream(OTHER, seed=2)]
+    first, second = (np.stack(frames) for frames in zip(*zip(*streams, strict=True), strict=True))
+    np.testing.assert_array_equal(first, tiny(PROMPT, seed=1, replay=0.5).frames)
+    np.testing.assert_array_equal(second, tiny(OTHER, seed=2).frames)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_it_is_small_and_whole():
 
 
 def test_it_has_the_shape_of_real_models(mini):
-    config = mini.decoder.config
+    config = mini.model.decoder.config
     assert config.layers >= 6 and config.hidden_size >= 256
     assert config.mlp_weights / (config.mlp_weights + config.attention_weights) >= 2 / 3
     geometry = mini.model.geometry(8)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastcar.decoder.base import Decoder
 from fastcar.decoder.reference import ReferenceDecoder
 from fastcar.models.base import VideoModel
 from fastcar.models.registry import load_model
@@ -150,11 +149,15 @@ class _Clock:
 
 
 class Pipeline:
-    """A model and an engine. Calls are independent: nothing of one is left in the next."""
+    """A model and an engine.
+
+    Calls are independent, also when they overlap in time: each has a decoder of its own over the same weights, and
+    nothing of one is left in the next.
+    """
 
     def __init__(self, model: VideoModel, engine: str = "auto", dtype: str = "float32") -> None:
         self.model, self.dtype = model, dtype
-        self.decoder: Decoder = _engine(engine)(model.decoder)
+        self.engine = _engine(engine)
 
     def __call__(
         self,
@@ -213,7 +216,7 @@ class Pipeline:
             return None
         if not isinstance(replay, ReplayConfig):
             replay = self.model.recommended_replay(replay)
-        replay.check(self.decoder.config.layers)
+        replay.check(self.model.decoder.config.layers)
         return replay
 
 
@@ -243,12 +246,13 @@ class _Run:
         self.replay = pipe.replay_config(replay)
         self.noise = SeededNoise(seeds, model.depth, model.codebook_size)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
+        self.decoder = pipe.engine(model.decoder)
         self.pictures: list[Tensor] = []
         self.clock = _Clock()
 
     def frames(self) -> Iterator[Tensor]:
         """Generate; yield each frame of all clips, uint8 [b, H, W, 3]."""
-        model, decoder, geometry, clock = self.pipe.model, self.pipe.decoder, self.geometry, self.clock
+        model, decoder, geometry, clock = self.pipe.model, self.decoder, self.geometry, self.clock
         began = clock.start()
         inputs = model.prompts(self.prompts, self.sampling.guided)
         hidden = decoder.prefill(
@@ -284,11 +288,10 @@ class _Run:
         return choose
 
     def clips(self) -> list[Clip]:
-        trace, count = self.pipe.decoder.trace(), len(self.prompts)
+        trace, count = self.decoder.trace(), len(self.prompts)
         decode = sum(self.clock.parts[part] for part in ("decoder", "depth_head", "embed"))
         timing = Timing(self.total, self.prefill, decode, dict(self.clock.parts), self.geometry.steps)
         frames = torch.stack(self.pictures, 1).cpu().numpy()
-        self.pipe.decoder.reset()
         clips = []
         for row, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True)):
             own = trace.rows([row, row + count] if self.sampling.guided else [row])
@@ -300,7 +303,7 @@ class _Run:
                 width=width,
                 seed=seed,
                 dtype=self.pipe.dtype,
-                engine=self.pipe.decoder.name,
+                engine=self.decoder.name,
                 clips_in_batch=count,
                 timing=timing,
                 replay=own.statistics(),
@@ -310,7 +313,7 @@ class _Run:
         return clips
 
 
-def _engine(name: str) -> Callable[..., Decoder]:
+def _engine(name: str) -> type[ReferenceDecoder]:
     if name == "auto":
         name = "reference"
     if name not in ENGINES:
