@@ -36,7 +36,7 @@ _PURE = 60  # a pixel this near to a colour of the palette (Euclidean, 0..255) v
 _FOREIGN = 45  # a pixel this far from all blends of background and object is neither
 _VOTES = 10  # pixels that show a colour; the smallest stamp, a star of radius 5, covers 31
 _AREA = 16  # covered pixels below which there is no object
-_SEEN = 0.70  # agreement below which a frame shows no known shape
+_SEEN = 0.85  # agreement below which a frame shows no known shape
 _TIE = 0.015  # agreements so near to one another do not tell angles apart
 _SOFTEN = 0.4  # outlines are softened a little (standard deviation, px), half-way to what an autoencoder makes of them
 _CANVAS = 36  # side of the window in which outlines are compared
@@ -130,7 +130,8 @@ def observe(frames: np.ndarray) -> Observation:
     pixels = frames.astype(np.float32)
     name, back = _background(pixels)
     objects = tuple(_read_object(*layer) for layer in _layers(pixels, back))
-    return Observation(*(name or (None, None, None)), objects)
+    kind, colour, variant = name or (None, None, None)
+    return Observation(kind, colour, variant, objects)
 
 
 def adherence(judgements: Sequence[Judgement]) -> dict[str, dict[str, float]]:
@@ -154,7 +155,8 @@ def _wilson(right: int, count: int) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=1)
 def _backgrounds() -> tuple[list[tuple[str, str, int]], np.ndarray]:
-    names, pictures = [], []
+    names: list[tuple[str, str, int]] = []
+    pictures: list[np.ndarray] = []
     for kind, colour, variant in itertools.product(world.KINDS, world.BACKGROUND_COLOURS, range(4)):
         picture = world.background(kind, colour, variant)
         if not any(np.array_equal(picture, other) for other in pictures):
@@ -166,9 +168,9 @@ def _backgrounds() -> tuple[list[tuple[str, str, int]], np.ndarray]:
 def _background(pixels: np.ndarray) -> tuple[tuple[str, str, int] | None, np.ndarray]:
     """The background most like a clip: its name, None unless nearly every frame shows it, and its picture."""
     names, pictures = _backgrounds()
-    few = pixels[:, ::2, 1::2]
+    few, third = pixels[:, ::2, 1::2], np.full(3, 1 / 3, np.float32)
     # errors are capped, so that objects, which differ from every background, weigh the same against each
-    error = np.stack([np.minimum(np.abs(few - p[::2, 1::2]).mean(-1), 40).mean((1, 2)) for p in pictures])
+    error = np.stack([np.minimum(np.abs(few - p[::2, 1::2]) @ third, 40).mean((1, 2)) for p in pictures])
     best = int(error.mean(1).argmin())
     holds = (error.argmin(0) == best) & (error[best] < 20)
     return (names[best] if _nearly_all(holds) else None), pictures[best]
@@ -187,7 +189,7 @@ def _layers(pixels: np.ndarray, back: np.ndarray) -> list[_Layer]:
     outside = np.abs(difference).max(-1) > _CONTRAST
     if outside.sum() < _AREA * len(pixels) / 2:
         return []
-    distance = np.stack([np.square(pixels - colour).sum(-1) for colour in _PALETTE], -1)
+    distance = _dot(pixels, pixels)[..., None] - 2 * pixels @ _PALETTE.T + _dot(_PALETTE, _PALETTE)  # squared
     label = np.where(outside & (distance.min(-1) < _PURE**2), distance.argmin(-1), -1)
     votes = np.stack([(label == c).sum((1, 2)) for c in range(len(_PALETTE))], -1)
     first = int(votes.sum(0).argmax())
@@ -230,8 +232,13 @@ def _tint(pixels: np.ndarray, label: np.ndarray, tints: list[int], fallback: np.
 
 def _blend(difference: np.ndarray, toward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How far each pixel went from the background to an object's colour, 0..1, and how far off that line it is."""
-    alpha = ((difference * toward).sum(-1) / np.square(toward).sum(-1)).clip(0, 1)
-    return alpha, np.sqrt(np.square(difference - alpha[..., None] * toward).sum(-1))
+    alpha = (_dot(difference, toward) / _dot(toward, toward)).clip(0, 1)
+    rest = difference - alpha[..., None] * toward
+    return alpha, np.sqrt(_dot(rest, rest))
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.einsum("...c,...c->...", a, b)
 
 
 def _coverage(difference: np.ndarray, toward: np.ndarray, outside: np.ndarray) -> np.ndarray:
@@ -296,7 +303,7 @@ def _compare(coverage: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.
 def _read_object(coverage: np.ndarray, visible: np.ndarray, colours: tuple[str | None, ...]) -> ObservedObject:
     names, _ = _outlines()
     agreement, centres = _compare(coverage, visible)
-    present = agreement.any(1)
+    present = agreement.max(1) > 0
     of_shape = {shape: np.array([name[0] == shape for name in names]) for shape in world.SHAPES}
     best = np.stack([agreement[:, of_shape[shape]].max(1) for shape in world.SHAPES])
     frame_shapes = tuple(
@@ -356,7 +363,9 @@ def _motion(shape: str, path: np.ndarray, agreement: np.ndarray) -> str | None:
         misfit, motion = min(near, default=(np.inf, None))
         return motion if misfit <= 1.5 and abs(grown) <= 3.5 else None
     if 0.7 <= abs(growth) <= 1.3 and _rms(off_ramp) <= 1 and off_ramp.max() <= 2:
-        return "grows" if growth > 0 else "shrinks"
+        # radii are whole, so that a ramp which ends two frames early strays by little: look at the ends too
+        whole = (path[-1, 2] - path[0, 2]) * np.sign(growth) >= 0.8 * (len(path) - 1)
+        return ("grows" if growth > 0 else "shrinks") if whole else None
     return _turning(shape, agreement) if abs(grown) <= 2.5 and off_ramp.max() <= 2 else None
 
 
@@ -365,10 +374,10 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _fit(seen: np.ndarray, ideal: np.ndarray) -> tuple[float, np.ndarray]:
-    """Scale of an ideal course [F, D] that comes nearest to the seen one, and the distance left over, [F]."""
+    """Scale of an ideal course [F, D] that comes nearest to the seen one, and how far off the worse axis is, [F]."""
     seen, ideal = seen - seen.mean(0), ideal - ideal.mean(0)
     scale = float((seen * ideal).sum() / np.square(ideal).sum())
-    return scale, np.sqrt(np.square(seen - scale * ideal).sum(1))
+    return scale, np.abs(seen - scale * ideal).max(1)
 
 
 def _turning(shape: str, agreement: np.ndarray) -> str | None:
@@ -379,10 +388,7 @@ def _turning(shape: str, agreement: np.ndarray) -> str | None:
     step, times = _ANGLE_STEP[shape], np.arange(len(agreement))
     turns = round(_SYMMETRY[shape] / step)
     by_angle = np.stack(
-        [
-            agreement[:, [name[0] == shape and name[2] == turn * step for name in names]].max(1)
-            for turn in range(turns)
-        ],
+        [agreement[:, [name[0] == shape and name[2] == turn * step for name in names]].max(1) for turn in range(turns)],
         1,
     )
     options = []
