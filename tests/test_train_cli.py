@@ -36,7 +36,11 @@ def test_own_clips_become_a_model(folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", "export", *run, "--name", "more", "-o", str(tmp_path / "own"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 1
-    clip = fastcar.load(tmp_path / "own")("a box of colour b", frames=2)
+    own = str(tmp_path / "own")
+    assert (
+        main(["train", "decoder", *run, *clips, *small, "--name", "on", "--start-from", own, "--tokenizer", own]) == 0
+    )
+    clip = fastcar.load(own)("a box of colour b", frames=2)
     assert clip.frames.shape == (2, 32, 32, 3)
 
 
@@ -45,6 +49,7 @@ def test_own_clips_become_a_model(folder, tmp_path, capsys):
     [
         (["train", "decoder"], "train tokenizer"),
         (["train", "export", "-o", "x"], "train tokenizer"),
+        (["train", "tokenizer", "--start-from", "other"], "other"),
         (["train", "tokenizer", "--size", "32"], "rendered world"),
         (["train", "tokenizer", "--folder", "nowhere"], "nowhere"),
     ],

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fastcar.training import world
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fastcar.models.mini.codec import MiniCodec
     from fastcar.training.clips import ClipSource
 
@@ -66,15 +68,16 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     sub = command("decoder", _decoder, "Train the decoder and its depth head on the codec's codes.")
     settings(sub, DecoderTraining)
     sub.add_argument("--name", default="decoder", help="of this decoder run in the folder (default decoder)")
-    sub.add_argument("--start-from", help="begin with the weights of another decoder run of the folder")
-    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run whose codes it learns")
+    sub.add_argument("--start-from", help="begin with the weights of another decoder run, or of a checkpoint folder")
+    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run whose codes it learns, or a folder")
     sub.add_argument("--encode", type=int, default=12000, help="clips to encode (default 12000)")
     sub.add_argument("--encode-firsts", type=int, default=40000, help="further first frames to encode (default 40000)")
     sub.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     sub = command("export", _export, "Write codec and decoder as a checkpoint folder for fastcar.load.")
     sub.add_argument("--name", default="decoder", help="of the decoder run (default decoder)")
-    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run (default tokenizer)")
+    sub.add_argument("--tokenizer", default="tokenizer", help="the codec run (default tokenizer), or a folder")
     sub.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
+    sub.add_argument("--model-name", help="what the model is called (default: as the folder)")
     sub.add_argument("--guidance", type=float, default=3.0, help="recommended guidance scale")
     sub.add_argument("--temperature", type=float, default=0.4, help="recommended temperature")
     sub.add_argument("--top-k", type=int, default=20, help="recommended top-k")
@@ -117,7 +120,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         train,
         held_out,
         output,
-        start_from=args.start_from and args.run_dir / f"{args.start_from}.safetensors",
+        start_from=_existing(args.run_dir / f"{args.start_from}.safetensors") if args.start_from else None,
         device=args.device,
         save_every=args.save_every,
         log=_log,
@@ -130,8 +133,11 @@ def _codec(run_dir: Path, name: str, device: str) -> MiniCodec:
     import torch
 
     from fastcar.models.mini.codec import CodecConfig, MiniCodec
+    from fastcar.models.mini.load import load
     from fastcar.training.checkpoint import load_checkpoint
 
+    if Path(name).is_dir():
+        return load(Path(name)).codec.to(device, memory_format=torch.channels_last)
     path = run_dir / f"{name}.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} is missing; run 'fastcar train tokenizer --run-dir {run_dir}' first")
@@ -166,7 +172,7 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
         first_frames,
         test,
         output,
-        start_from=args.start_from and args.run_dir / f"{args.start_from}.safetensors",
+        start_from=_weights(args),
         device=args.device,
         compile=not args.no_compile,
         save_every=args.save_every,
@@ -174,6 +180,26 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
     )
     print(output)
     return {"output": str(output)}
+
+
+def _weights(args: argparse.Namespace) -> dict[str, Tensor] | None:
+    """The weights that ``--start-from`` names."""
+    from fastcar.models.mini.load import load
+    from fastcar.training.checkpoint import load_checkpoint
+
+    if not args.start_from:
+        return None
+    if Path(args.start_from).is_dir():
+        return load(Path(args.start_from)).model.state_dict()
+    path = _existing(args.run_dir / f"{args.start_from}.safetensors")
+    weights: dict[str, Tensor] = load_checkpoint(path)[0]["model"]
+    return weights
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"--start-from names {path}, which does not exist")
+    return path
 
 
 def _words(args: argparse.Namespace, train: ClipSource) -> list[str]:
@@ -203,7 +229,12 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     sampling = {"guidance": args.guidance, "temperature": args.temperature, "top_k": args.top_k}
     SamplingConfig(**sampling)
     replay = {"score": "input", "max_age": args.max_age, "tie_guidance": args.tie_guidance}
-    about = {"name": args.output.name, "sampling": sampling, "replay": replay, "steps": header["step"]}
+    about = {
+        "name": args.model_name or args.output.name,
+        "sampling": sampling,
+        "replay": replay,
+        "steps": header["step"],
+    }
     save(args.output, config, model, codec, about, torch.bfloat16)
     print(args.output)
     return {"output": str(args.output), "steps": header["step"]}

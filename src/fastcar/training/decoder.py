@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -181,7 +181,7 @@ def train_decoder(
     firsts: CodeClips,
     held_out: CodeClips,
     output: Path,
-    start_from: Path | None = None,
+    start_from: Mapping[str, Tensor] | None = None,
     device: str = "cpu",
     compile: bool = True,
     save_every: int = 200,
@@ -193,7 +193,7 @@ def train_decoder(
 
     Args:
         data, firsts, held_out: clips, first frames, and clips to validate on.
-        start_from: a checkpoint whose weights a new run begins with.
+        start_from: the weights a new run begins with.
 
     Raises:
         ValueError: ``output`` holds a run with other settings.
@@ -213,7 +213,7 @@ def train_decoder(
         for optimiser, saved in zip(optimisers, (state["muon"], state["adam"]), strict=True):
             optimiser.load_state_dict({**optimiser.state_dict(), "state": saved})
     elif start_from:
-        model.load_state_dict(load_checkpoint(start_from)[0]["model"])
+        model.load_state_dict(start_from)
 
     def save() -> None:
         muon, adam = (optimiser.state_dict()["state"] for optimiser in optimisers)

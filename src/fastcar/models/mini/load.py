@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from fastcar.decoder.config import DecoderConfig
@@ -159,7 +160,7 @@ def save(
     tensors |= {f"codec.{k}": v for k, v in codec.state_dict().items()}
     beside = folder / f".{WEIGHTS}.{os.getpid()}"
     try:
-        save_file({k: v.to(dtype).contiguous() for k, v in tensors.items()}, beside)
+        beside.write_bytes(to_bytes({k: v.to(dtype).contiguous() for k, v in tensors.items()}))
         text = {"family": MiniVideoModel.family, **about, "sha256": _digest(beside), "model": asdict(config)}
         config_beside = folder / f".config.json.{os.getpid()}"
         config_beside.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
