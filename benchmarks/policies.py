@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from fastcar.metrics.world import adherence
 
 import fastcar
 from fastcar.analysis.evaluate import evaluate_world
 from fastcar.metrics.image import psnr, ssim
+from fastcar.metrics.world import adherence
 from fastcar.replay import ReplayConfig
 
 POLICIES: dict[str, ReplayConfig | None] = {
