@@ -121,17 +121,12 @@ class ReferenceDecoder:
 
     def _mlp_or_replay(self, n: int, mlp: torch.nn.Module, state: LayerState) -> Tensor:
         assert self.replay is not None
-        replayed = self.replay.decide(n, state)
-        computing = [row for row, skipped in enumerate(replayed.tolist()) if not skipped]
-        if len(computing) == len(replayed):
-            output = mlp(state.mlp_input)
-        else:
-            output = self.replay.aligned_output(n)
-            if computing:
-                output = output.clone()
-                output[computing] = mlp(state.mlp_input[computing])
-        self.replay.finish(n, output)
-        return output
+        computing, outputs = self.replay.decide(n, state), self.replay.outputs_of(n)
+        if len(computing) == self.rows:
+            outputs.copy_(mlp(state.mlp_input))
+        elif computing:
+            outputs[computing] = mlp(state.mlp_input[computing])
+        return outputs
 
     def memory(self) -> dict[str, int]:
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())

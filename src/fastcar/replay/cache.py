@@ -15,15 +15,15 @@ __all__ = ["ReplayCache"]
 
 
 class ReplayCache:
-    """Rings allocated once and written in place, one slot a position, and what a run decided.
+    """Rings of the last N positions, allocated once, and what a run decided.
 
-    A layer calls :meth:`decide` before its MLP and :meth:`finish` after; a step ends with :meth:`advance`.
-    Rings hold exactly the last N positions: a slot is read at the aligned position, then overwritten.
+    A position's slot is that of its aligned position: what is read there is either overwritten, or left in place, and
+    that is the replay. A layer calls :meth:`decide` before its MLP and writes the outputs it computes into
+    :meth:`outputs_of`; a step ends with :meth:`advance`.
 
     Args:
         rows: B. With ``pairs``, rows b and b + B/2 are the two of a guidance pair.
-        kv_heads, head_dim, hidden: sizes of what is remembered.
-        slack: slots beyond N, so that positions not yet accepted can be taken back.
+        hidden, kv_heads, head_dim: sizes of what is remembered.
     """
 
     def __init__(
@@ -37,28 +37,30 @@ class ReplayCache:
         head_dim: int,
         *,
         pairs: bool = False,
-        slack: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         if pairs and rows % 2:
             raise ValueError(f"guidance pairs need an even number of rows, got {rows!r}")
-        self.config, self.geometry, self.pairs = config, geometry, pairs
+        self.config, self.geometry, self.pairs, self.rows = config, geometry, pairs, rows
+        self.tied = 2 if pairs and config.tie_guidance else 1  # rows that decide as one
         self.score = SCORES[config.score]
-        self.policy: Policy = make_policy(config, layers, rows, geometry.tokens_per_frame, torch.device(device))
-        self.slots = geometry.tokens_per_frame + slack
+        self.policy: Policy = make_policy(
+            config, layers, rows // self.tied, geometry.tokens_per_frame, torch.device(device)
+        )
 
-        def ring(*shape: int) -> Tensor:
-            return torch.zeros(layers, self.slots, rows, *shape, dtype=dtype, device=device)
+        def ring(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(layers, geometry.tokens_per_frame, rows, *shape, dtype=dtype, device=device)
 
         self.outputs = ring(hidden)
-        self.remembered = {"key": lambda: ring(kv_heads, head_dim), "input": lambda: ring(hidden), None: lambda: None}[
-            self.score.remembers
-        ]()
+        self.remembered: Tensor | None = None
+        if self.score.remembers:
+            self.remembered = ring(hidden) if self.score.remembers == "input" else ring(kv_heads, head_dim)
         # how many frames in a row each output has been replayed; kept only where somebody asks
-        self.age = None if config.max_age is None else ring().int()
+        self.age = None if config.max_age is None else ring(dtype=torch.int32)
         self.scores = torch.full((geometry.steps, layers, rows), torch.nan, device=device)
         self.replayed = torch.zeros(geometry.steps, layers, rows, dtype=torch.bool, device=device)
+        self.decided: list[tuple[Tensor, Tensor]] = []
         self.step = 0
 
     def memory(self) -> int:
@@ -66,42 +68,43 @@ class ReplayCache:
         tensors = (self.outputs, self.remembered, self.age)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-    def decide(self, layer: int, state: LayerState) -> Tensor:
-        """Which rows replay this layer's MLP at the current step: bool [B]."""
-        slot = self.step % self.slots
-        aligned = self.geometry.aligned(self.step) % self.slots
-        mask = self.replayed[self.step, layer]
-        before = None if self.remembered is None else self.remembered[layer, aligned]
-        now = state.rotated_key if self.score.remembers == "key" else state.mlp_input
+    def decide(self, layer: int, state: LayerState) -> list[int]:
+        """The rows that must compute this layer's MLP at the current step; all others replay."""
+        slot = self.step % self.geometry.tokens_per_frame
+        remembered = None if self.remembered is None else self.remembered[layer, slot]
+        computing = list(range(self.rows))
         if self.geometry.may_replay(self.step):
-            scores = self.score.compute(state, before)
-            if self.pairs and self.config.tie_guidance:
-                scores = scores.view(2, -1).amin(0).repeat(2)
-            self.scores[self.step, layer] = scores
-            mask.copy_(self.policy.decide(layer, scores))
+            scores = self.score.compute(state, remembered)
+            if self.tied == 2:
+                scores = torch.minimum(*scores.chunk(2))
+            mask = self.policy.decide(layer, scores)
             if self.age is not None and self.config.max_age is not None:
-                mask &= self.age[layer, aligned] < self.config.max_age
-            if self.score.remembers == "input" and before is not None:
-                now = torch.where(mask[:, None], before, now)  # a replayed output keeps the input that produced it
-        if self.remembered is not None:
-            self.remembered[layer, slot] = now
-        return mask
-
-    def aligned_output(self, layer: int) -> Tensor:
-        """The MLP outputs [B, H] in the ring at the aligned position."""
-        return self.outputs[layer, self.geometry.aligned(self.step) % self.slots]
-
-    def finish(self, layer: int, output: Tensor) -> None:
-        """Put the MLP outputs that were used [B, H], computed or replayed, into the ring."""
-        slot, aligned = self.step % self.slots, self.geometry.aligned(self.step) % self.slots
-        self.outputs[layer, slot] = output
+                mask = mask & (self.age[layer, slot, : len(mask)] < self.config.max_age)
+            self.decided.append((scores, mask))
+            computing = [row for row, replayed in enumerate(mask.tolist() * self.tied) if not replayed]
         if self.age is not None:
-            self.age[layer, slot] = (self.age[layer, aligned] + 1) * self.replayed[self.step, layer]
+            self.age[layer, slot] += 1
+            self.age[layer, slot, computing] = 0
+        if remembered is not None:
+            if self.score.remembers == "key":
+                remembered.copy_(state.rotated_key)
+            elif len(computing) == self.rows:
+                remembered.copy_(state.mlp_input)
+            elif computing:  # a replayed output keeps the input that produced it
+                remembered[computing] = state.mlp_input[computing]
+        return computing
+
+    def outputs_of(self, layer: int) -> Tensor:
+        """The ring's slot of the current step, [B, H]: until written, the outputs of the aligned position."""
+        return self.outputs[layer, self.step % self.geometry.tokens_per_frame]
 
     def advance(self) -> None:
         """End a step."""
-        if self.geometry.may_replay(self.step):
-            self.policy.observe(self.scores[self.step], self.replayed[self.step])
+        if self.decided:
+            scores, masks = (torch.stack(part) for part in zip(*self.decided, strict=True))
+            self.scores[self.step], self.replayed[self.step] = scores.repeat(1, self.tied), masks.repeat(1, self.tied)
+            self.policy.observe(scores, masks)
+            self.decided.clear()
         self.step += 1
 
     def trace(self) -> ReplayTrace:

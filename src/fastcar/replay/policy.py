@@ -74,6 +74,8 @@ class TargetRatioPolicy:
         self.recent[..., self.seen % window] = scores
         self.seen += 1
         self.owed += (self.ratios - replayed.float()).sum(0)
+        if self.seen > window and self.seen % max(1, window // 16):
+            return  # quantiles of a whole frame change slowly
         share = self.owed / (self.active.sum().clamp(min=1) * max(1, window // 4))
         share = (self.ratios + share).clamp(0, 1) * self.active
         known = min(self.seen, window)
