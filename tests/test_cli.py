@@ -110,6 +110,8 @@ def test_info(run):
         (["generate", PROMPT, "-o", "c.mp4", "--trace", "t.txt"], ".txt"),
         (["generate", PROMPT, "-o", "c.mp4", "--seed", "-1"], "-1"),
         (["evaluate", "world", "--prompts", "0"], "prompts"),
+        (["compare", PROMPT, "-o", "both", "--frames", "0"], "frames"),
+        (["compare", PROMPT, "-o", "both", "--replay", "2"], "2.0"),
     ],
 )
 def test_a_wrong_input_ends_in_one_clear_line(run, tmp_path, words, shown):

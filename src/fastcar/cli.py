@@ -246,8 +246,8 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     config = _replay_config(args, pipe)
     assert config is not None
     frames = args.frames or pipe.model.frames
-    args.output.mkdir(parents=True, exist_ok=True)
-    check_output(sheet)
+    existing = next(folder for folder in (args.output, *args.output.absolute().parents) if folder.exists())
+    check_output(existing / sheet.name)
     with _bar(frames * (2 if args.no_ceiling else 3), "generating") as bar:
 
         def progress(name: str) -> Callable[[int, int], None]:
@@ -266,6 +266,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
             progress=progress,
             **_sampling(args),
         )
+    args.output.mkdir(parents=True, exist_ok=True)
     outputs = {"dense": args.output / "dense.mp4", "replay": args.output / "replay.mp4"}
     result.dense.save(outputs["dense"])
     result.replay.save(outputs["replay"])
@@ -299,10 +300,12 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
         )
     summary = result.summary()
     print(f"{args.prompts} {args.split} prompts, seed {args.seed}, replay ratio {result.replay_ratio:.3f}")
+    if result.reconstruction_psnr is not None:
+        print(f"reconstruction of the rendered scenes {result.reconstruction_psnr:.2f} dB")
     for name, s in summary.items():
         print(f"{name:18} {s['mean']:.3f}  [{s['low']:.3f}, {s['high']:.3f}]")
     about = {"prompts": args.prompts, "split": args.split, "seed": args.seed, "replay_ratio": result.replay_ratio}
-    return {**about, **summary}
+    return {**about, "reconstruction_psnr": result.reconstruction_psnr, **summary}
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:

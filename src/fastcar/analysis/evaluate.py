@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from fastcar.metrics.image import psnr
 from fastcar.metrics.world import Judgement, adherence, judge
 from fastcar.pipeline import Clip, Pipeline
 from fastcar.replay.config import ReplayConfig
@@ -25,6 +27,8 @@ class WorldEvaluation:
         clips: what was generated; None where the frames were rendered instead.
         judgements: one a clip.
         replay_ratio: mean over the clips.
+        reconstruction_psnr: mean over the scenes of the rendered clip's PSNR through the codec, dB: the quality that
+            no clip can exceed; None where the frames were rendered.
     """
 
     scenes: list[world.Scene]
@@ -33,6 +37,7 @@ class WorldEvaluation:
     clips: list[Clip] | None
     judgements: list[Judgement]
     replay_ratio: float
+    reconstruction_psnr: float | None
 
     def summary(self) -> dict[str, dict[str, float]]:
         """``colour``, ``shape``, ``motion``, ``background``: mean and 95 % Wilson interval."""
@@ -93,4 +98,13 @@ def evaluate_world(
         if progress:
             progress(len(frames))
     ratio = float(np.mean([clip.stats.replay.replay_ratio for clip in clips])) if clips else 0.0
-    return WorldEvaluation(scenes, captions, seeds, clips or None, judgements, ratio)
+    quality = _reconstruction_psnr(pipe, scenes) if pipe else None
+    return WorldEvaluation(scenes, captions, seeds, clips or None, judgements, ratio, quality)
+
+
+def _reconstruction_psnr(pipe: Pipeline, scenes: list[world.Scene]) -> float:
+    codec, values = pipe.model.codec, []
+    for scene in scenes:
+        truth = world.render(scene)[:: world.FRAMES - 1]  # the first and the last frame
+        values.append(psnr(truth, codec.decode(codec.encode(torch.from_numpy(truth))).cpu().numpy()))
+    return float(np.mean(values))
