@@ -11,7 +11,15 @@ from fastcar.models.mini.codec import CodecConfig
 from fastcar.models.mini.text import WordTokenizer
 from fastcar.replay import ReplayConfig
 from fastcar.training.checkpoint import load_checkpoint, pack, save_checkpoint, unpack
-from fastcar.training.decoder import CodeClips, DecoderTraining, draw_batch, encode_clips, train_decoder
+from fastcar.training.decoder import (
+    CodeClips,
+    DecoderTraining,
+    draw_batch,
+    encode_clips,
+    feed_own,
+    own_draws,
+    train_decoder,
+)
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 from fastcar.training.tokenizer import TokenizerTraining, train_tokenizer
 
@@ -191,3 +199,30 @@ def test_a_broken_checkpoint_is_named(tmp_path):
     (tmp_path / "c").write_bytes(b"\x80\x04 no tensors")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         load_checkpoint(tmp_path / "c")
+
+
+def test_own_draws_replace_a_share_of_what_is_fed(tiny_config):
+    model, _ = tiny_parts(tiny_config)
+    data = _data(tiny_config, clips=40)
+    rng = torch.Generator().manual_seed(0)
+    fed = feed_own(model, data.words, data.codes, data.codes, 1.0, rng, own_draws)
+    other = (fed != data.codes).any(-1).float()
+    assert 0.35 < other.mean() < 0.6 and other.mean(1).std() > 0.15  # half on average, each row its own share
+    none = feed_own(model, data.words, data.codes, data.codes, 0.0, rng, own_draws)
+    assert torch.equal(none, data.codes)
+
+
+def test_own_draws_follow_the_models_distribution(tiny_config):
+    """The first code of the first token, drawn many times, against the softmax of its logits (chi-square)."""
+    model, _ = tiny_parts(tiny_config)
+    data = _data(tiny_config, clips=1)
+    words, codes = data.words.expand(3000, -1), data.codes[:, :1].expand(3000, -1, -1)
+    noise = torch.empty(3000, 1, 2, 24).exponential_(generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        drawn = own_draws(model, words, codes, codes, noise)[:, 0, 0]
+        hidden = model.decoder(model.inputs(words[:1], codes[:1]))[:, -1]
+        expected = model.depth_head(hidden, codes[:1, 0, :0])[0, 0].softmax(-1) * 3000
+    likely = expected > 5
+    seen = torch.bincount(drawn, minlength=24).float()
+    chi_square = ((seen - expected)[likely] ** 2 / expected[likely]).sum()
+    assert chi_square < 2.5 * likely.sum()

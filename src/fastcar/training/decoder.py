@@ -27,6 +27,8 @@ from fastcar.training.checkpoint import generator, load_checkpoint, save_checkpo
 from fastcar.training.clips import ClipSource
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 
+Draw = Callable[..., Tensor]
+
 __all__ = ["CodeClips", "DecoderTraining", "encode_clips", "train_decoder"]
 
 
@@ -43,6 +45,9 @@ class DecoderTraining:
         drop_caption: share of rows whose caption is blanked, for classifier-free guidance.
         corrupt: largest share of input codes replaced at random; each row draws its own share below it.
         depth_weights: weight of each depth's cross-entropy; the last one holds for all deeper ones.
+        own: largest share of input tokens replaced by the model's own draws; each row draws its share below it. A
+            decoder that has only ever been fed true codes drifts when it is fed its own (scheduled sampling, in
+            parallel). Costs a forward pass more.
         alignment: weight of the loss that aligns the temporal attention score with how little MLPs change.
         replay_ratio: largest share of MLPs replayed while training; each step draws its own share below it.
         seed: of weights and of the order of everything.
@@ -59,6 +64,7 @@ class DecoderTraining:
     drop_caption: float = 0.1
     corrupt: float = 0.06
     depth_weights: tuple[float, ...] = (1.0, 0.7)
+    own: float = 0.0
     alignment: float = 0.0
     replay_ratio: float = 0.0
     seed: int = 0
@@ -134,6 +140,25 @@ def _head_loss(model: MiniModel, hidden: Tensor, target: Tensor) -> Tensor:
     logits = model.depth_head(hidden.flatten(0, 1), target.flatten(0, 1)[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
     return loss.view(target.shape)
+
+
+@torch.no_grad()
+def feed_own(
+    model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, share: float, rng: torch.Generator, draw: Draw
+) -> Tensor:
+    """Codes to feed [B, T, D], with up to ``share`` of each row's tokens as the model itself would draw them."""
+    rows, tokens, depth = target.shape
+    noise = torch.empty(rows, tokens, depth, model.config.codec.codebook_size)
+    own = draw(model, words, target, fed, noise.exponential_(generator=rng).to(fed.device))
+    chosen = torch.rand(rows, tokens, generator=rng) < share * torch.rand(rows, 1, generator=rng)
+    return torch.where(chosen.to(fed.device)[..., None], own, fed)
+
+
+def own_draws(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, noise: Tensor) -> Tensor:
+    """What the model draws for every token given the true ones before, by Exp(1) noise [B, T, D, V]: [B, T, D]."""
+    hidden = model.decoder(model.inputs(words, fed))[:, -target.shape[1] :]
+    logits = model.depth_head(hidden.flatten(0, 1), target.flatten(0, 1)[:, :-1])
+    return (logits.float().view(noise.shape) - noise.log()).argmax(-1)
 
 
 def replay_aware_loss(
@@ -220,6 +245,7 @@ def train_decoder(
         save_checkpoint(output, {"model": model.state_dict(), "muon": muon, "adam": adam}, {**header, "step": step})
 
     loss_of = torch.compile(cross_entropy, dynamic=False) if compile else cross_entropy
+    draw = torch.compile(own_draws, dynamic=False) if compile else own_draws
     size, frame = config.codec.codebook_size, config.codec.tokens_per_frame
     weights = torch.tensor(training.depth_weights)
     weights = weights[torch.arange(config.codec.depth).clamp(max=len(weights) - 1)].to(device)
@@ -237,6 +263,10 @@ def train_decoder(
             if n == 0:
                 continue
             batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng)]
+            if training.own:
+                words, target, fed = batch
+                with torch.autocast(device, torch.bfloat16):
+                    batch = [words, target, feed_own(model, words, target, fed, training.own, rng, draw)]
             aligned = torch.zeros((), device=device)
             with torch.autocast(device, torch.bfloat16):
                 if length > frame and (training.alignment or training.replay_ratio):
