@@ -42,5 +42,6 @@ def test_bad_options_are_named(options):
 def test_the_codecs_own_limit_is_told():
     import fastcar
 
-    run = evaluate_world(fastcar.load("mini"), prompts=2, frames=1)
+    run = evaluate_world(fastcar.load("mini"), prompts=4, reconstructed=True)
+    assert run.clips is None and run.summary()["background"]["mean"] == 1
     assert run.reconstruction_psnr is not None and run.reconstruction_psnr >= 34

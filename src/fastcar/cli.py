@@ -90,6 +90,7 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--objects", type=int, choices=[1, 2], default=1, help="objects in a scene")
     sub.add_argument("--batch", type=int, default=25, help="clips generated together")
     sub.add_argument("--frozen", action="store_true", help="repeat each clip's first frame (a control)")
+    sub.add_argument("--reconstructed", action="store_true", help="judge rendered truth through the codec instead")
     sub.add_argument("--rendered", action="store_true", help="judge rendered truth instead: measures the measuring")
 
     sub = command("info", _info, "show version, engines, threads, dtypes and models")
@@ -295,6 +296,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
             objects=args.objects,
             batch=args.batch,
             frozen=args.frozen,
+            reconstructed=args.reconstructed,
             progress=bar.update,
             **sampling,
         )

@@ -62,6 +62,7 @@ def evaluate_world(
     objects: int = 1,
     batch: int = 25,
     frozen: bool = False,
+    reconstructed: bool = False,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> WorldEvaluation:
@@ -72,6 +73,7 @@ def evaluate_world(
         seed: of prompts and clips.
         batch: clips generated together; results do not depend on it.
         frozen: repeat each clip's first frame, a control that no image metric tells from a working clip.
+        reconstructed: judge the rendered scenes through the model's codec instead, the most a clip can reach.
         progress: called with the clips just finished.
         options: sampling, as for a :class:`Pipeline` call.
 
@@ -88,6 +90,9 @@ def evaluate_world(
         part = slice(start, min(start + batch, prompts))
         if pipe is None:
             frames = [world.render(scene) for scene in scenes[part]]
+        elif reconstructed:
+            truth = torch.from_numpy(np.stack([world.render(scene) for scene in scenes[part]]))
+            frames = list(pipe.model.codec.decode(pipe.model.codec.encode(truth)).cpu().numpy())
         else:
             made = pipe.batch(captions[part], seeds[part], replay=replay, **options)
             clips += made
