@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,20 +8,24 @@ from fastcar.replay.policy import TargetRatioPolicy, ThresholdPolicy
 
 
 def test_threshold_at_and_above():
-    scores = torch.tensor([0.5, 0.25, 0.75])
+    scores = np.float32([0.5, 0.25, 0.75])
     assert ThresholdPolicy([0.5], strict=False).decide(0, scores).tolist() == [True, False, True]
     assert ThresholdPolicy([0.5], strict=True).decide(0, scores).tolist() == [False, False, True]
 
 
 def test_threshold_is_rounded_to_the_scores_dtype():
     # 0.1 in float32 is above the double 0.1; compared in float32 they are equal
-    score = torch.tensor([0.1])
+    score = np.float32([0.1])
     assert ThresholdPolicy([0.1], strict=False).decide(0, score).item()
     assert not ThresholdPolicy([0.1], strict=True).decide(0, score).item()
+    # in bfloat16 the nearest to 0.1 is 0.10009765625
+    score = torch.tensor([0.1], dtype=torch.bfloat16).float().numpy()
+    assert not ThresholdPolicy([0.1], strict=True, dtype=torch.bfloat16).decide(0, score).item()
+    assert ThresholdPolicy([0.1], strict=True).decide(0, score).item()
 
 
 def test_infinite_thresholds_mean_always_and_never():
-    scores = torch.tensor([-1e30, math.inf])
+    scores = np.float32([-1e30, math.inf])
     policy = ThresholdPolicy([-math.inf, math.inf], strict=False)
     assert policy.decide(0, scores).all() and not policy.decide(1, scores).any()
 
@@ -31,39 +36,37 @@ def test_target_ratio_is_met_whatever_the_scores(target, drift):
     """Scores of any scale, drifting upwards as replayed tokens' scores do."""
     layers, rows, steps = 4, 3, 448
     policy = TargetRatioPolicy([target] * layers, rows, window=64)
-    rng = torch.Generator().manual_seed(0)
-    done = torch.zeros(layers, rows)
+    rng = np.random.default_rng(0)
+    done = np.zeros((layers, rows))
     for step in range(steps):
-        scores = torch.randn(layers, rows, generator=rng).exp() * torch.tensor([1.0, 1e3, 1e-3, 1.0])[:, None]
-        scores = scores + drift * step
-        mask = torch.stack([policy.decide(n, scores[n]) for n in range(layers)])
+        scores = np.exp(rng.standard_normal((layers, rows))) * [[1.0], [1e3], [1e-3], [1.0]] + drift * step
+        mask = np.stack([policy.decide(n, scores[n]) for n in range(layers)])
         policy.observe(scores, mask)
         done += mask
-    assert (done.mean(0) / steps - target).abs().max() < 0.02
+    assert np.abs(done.mean(0) / steps - target).max() < 0.02
 
 
 def test_target_ratio_keeps_rows_apart():
     """A row decides alike whatever stands beside it."""
-    rng = torch.Generator().manual_seed(1)
-    scores = torch.randn(100, 2, 3, generator=rng)
+    scores = np.random.default_rng(1).standard_normal((100, 2, 3), np.float32)
 
     def run(columns):
         policy = TargetRatioPolicy([0.5, 0.5], len(columns), window=16)
         out = []
         for step in scores[..., columns]:
-            mask = torch.stack([policy.decide(n, step[n]) for n in range(2)])
+            mask = np.stack([policy.decide(n, step[n]) for n in range(2)])
             policy.observe(step, mask)
             out.append(mask)
-        return torch.stack(out)
+        return np.stack(out)
 
-    assert torch.equal(run([0, 1, 2])[..., 1], run([1])[..., 0])
+    assert np.array_equal(run([0, 1, 2])[..., 1], run([1])[..., 0])
 
 
 def test_layers_with_ratio_zero_never_replay():
     policy = TargetRatioPolicy([0.0, 1.0], 1, window=8)
     for _ in range(20):
-        scores = torch.ones(2, 1)
-        mask = torch.stack([policy.decide(n, scores[n]) for n in range(2)])
+        scores = np.ones((2, 1), np.float32)
+        mask = np.stack([policy.decide(n, scores[n]) for n in range(2)])
         policy.observe(scores, mask)
         assert not mask[0].any()
     assert mask[1].all()

@@ -204,7 +204,7 @@ def test_threshold_minus_inf_copies_the_first_frames_outputs_bit_for_bit(score):
         decoder.step(x[:, 3 + s])
         for layer, counter in enumerate(counters):
             assert len(counter.outputs) == min(s + 1, n)
-            assert torch.equal(decoder.replay.outputs[layer, s % n], counter.outputs[s % n])
+            assert torch.equal(decoder.replay.outputs[layer][s % n], counter.outputs[s % n])
     stats = decoder.trace().statistics()
     assert stats.replay_ratio == 1 and stats.by_frame[0] == 0
 

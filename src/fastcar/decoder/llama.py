@@ -19,30 +19,19 @@ __all__ = ["LlamaLayer", "LlamaModel", "apply_rope", "rope_tables"]
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding (RoFormer, in Llama's halves): int64 [...] to two float32 [..., d]."""
+    """Cosines and sines of rotary embedding (RoFormer, in Llama's halves): int64 [...] to two float32 [..., d].
+
+    The sines' first half is negated, as :func:`apply_rope` wants it.
+    """
     inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[..., None].float() * inverse
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x`` [..., d] by tables that broadcast against it."""
-    first, second = x.chunk(2, -1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 whatever the dtype of the weights."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    return torch.addcmul(x * cos.to(x.dtype), x.roll(x.shape[-1] // 2, -1), sin.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -96,8 +85,8 @@ class LlamaLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True
@@ -116,7 +105,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def blocks(self) -> Iterator[LlamaLayer]:
         """The blocks in order, typed."""

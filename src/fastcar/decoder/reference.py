@@ -69,7 +69,6 @@ class ReferenceDecoder:
                 c.head_dim,
                 pairs=pairs,
                 dtype=embeds.dtype,
-                device=device,
             )
         real = torch.ones(rows, length, dtype=torch.bool, device=device) if mask is None else mask.bool()
         self.padded = not bool(real.all())
@@ -111,22 +110,13 @@ class ReferenceDecoder:
             if self.replay is None:
                 output = layer.mlp(mlp_input)
             else:
-                state = LayerState(query[:, :, 0], rotated_query[:, :, 0], rotated_key[:, :, 0], mlp_input)
-                output = self._mlp_or_replay(n, layer.mlp, state)
+                state = LayerState(query, rotated_query, rotated_key, mlp_input)
+                output = self.replay.mlp(n, layer.mlp, state)
             x = x + output[:, None]
         self.steps += 1
         if self.replay is not None:
             self.replay.advance()
         return self.model.norm(x[:, 0])
-
-    def _mlp_or_replay(self, n: int, mlp: torch.nn.Module, state: LayerState) -> Tensor:
-        assert self.replay is not None
-        computing, outputs = self.replay.decide(n, state), self.replay.outputs_of(n)
-        if len(computing) == self.rows:
-            outputs.copy_(mlp(state.mlp_input))
-        elif computing:
-            outputs[computing] = mlp(state.mlp_input[computing])
-        return outputs
 
     def memory(self) -> dict[str, int]:
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())

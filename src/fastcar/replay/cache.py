@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +18,10 @@ __all__ = ["ReplayCache"]
 
 
 class ReplayCache:
-    """Rings of the last N positions, allocated once, and what a run decided.
+    """Rings of the last N positions, and what a run decided.
 
     A position's slot is that of its aligned position: what is read there is either overwritten, or left in place, and
-    that is the replay. A layer calls :meth:`decide` before its MLP and writes the outputs it computes into
-    :meth:`outputs_of`; a step ends with :meth:`advance`.
+    that is the replay. A layer calls :meth:`mlp` in place of its MLP; a step ends with :meth:`advance`.
 
     Args:
         rows: B. With ``pairs``, rows b and b + B/2 are the two of a guidance pair.
@@ -38,80 +40,83 @@ class ReplayCache:
         *,
         pairs: bool = False,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
     ) -> None:
         if pairs and rows % 2:
             raise ValueError(f"guidance pairs need an even number of rows, got {rows!r}")
         self.config, self.geometry, self.pairs, self.rows = config, geometry, pairs, rows
         self.tied = 2 if pairs and config.tie_guidance else 1  # rows that decide as one
         self.score = SCORES[config.score]
-        self.policy: Policy = make_policy(
-            config, layers, rows // self.tied, geometry.tokens_per_frame, torch.device(device)
-        )
+        self.policy: Policy = make_policy(config, layers, rows // self.tied, geometry.tokens_per_frame, dtype)
 
-        def ring(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(layers, geometry.tokens_per_frame, rows, *shape, dtype=dtype, device=device)
+        n = geometry.tokens_per_frame
+        # A slot holds the very tensors that the layer made: nothing is copied where every row computes.
+        self.outputs: list[list[Tensor | None]] = [[None] * n for _ in range(layers)]
+        self.remembered: list[list[Tensor | None]] = [[None] * n for _ in range(layers)]
+        sizes = {None: 0, "input": hidden, "key": kv_heads * head_dim}
+        self.bytes = layers * n * rows * (hidden + sizes[self.score.remembers]) * dtype.itemsize
+        # how many frames in a row each output has been replayed
+        self.age = np.zeros((layers, n, rows // self.tied), np.int32)
+        self.scores = np.full((geometry.steps, layers, rows // self.tied), np.nan, np.float32)
+        self.replayed = np.zeros(self.scores.shape, bool)
+        self.begin(0)
 
-        self.outputs = ring(hidden)
-        self.remembered: Tensor | None = None
-        if self.score.remembers:
-            self.remembered = ring(hidden) if self.score.remembers == "input" else ring(kv_heads, head_dim)
-        # how many frames in a row each output has been replayed; kept only where somebody asks
-        self.age = None if config.max_age is None else ring(dtype=torch.int32)
-        self.scores = torch.full((geometry.steps, layers, rows), torch.nan, device=device)
-        self.replayed = torch.zeros(geometry.steps, layers, rows, dtype=torch.bool, device=device)
-        self.decided: list[tuple[Tensor, Tensor]] = []
-        self.step = 0
+    def begin(self, step: int) -> None:
+        """Turn to a step."""
+        self.step, self.slot = step, step % self.geometry.tokens_per_frame
+        self.may_replay = self.geometry.may_replay(step)
 
     def memory(self) -> int:
-        """Bytes of the rings."""
-        tensors = (self.outputs, self.remembered, self.age)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        """Bytes of the rings, once they are full."""
+        return self.bytes
 
     def decide(self, layer: int, state: LayerState) -> list[int]:
         """The rows that must compute this layer's MLP at the current step; all others replay."""
-        slot = self.step % self.geometry.tokens_per_frame
-        remembered = None if self.remembered is None else self.remembered[layer, slot]
-        computing = list(range(self.rows))
-        if self.geometry.may_replay(self.step):
-            scores = self.score.compute(state, remembered)
-            if self.tied == 2:
-                scores = torch.minimum(*scores.chunk(2))
-            mask = self.policy.decide(layer, scores)
-            if self.age is not None and self.config.max_age is not None:
-                mask = mask & (self.age[layer, slot, : len(mask)] < self.config.max_age)
-            self.decided.append((scores, mask))
-            computing = [row for row, replayed in enumerate(mask.tolist() * self.tied) if not replayed]
-        if self.age is not None:
-            self.age[layer, slot] += 1
-            self.age[layer, slot, computing] = 0
-        if remembered is not None:
-            if self.score.remembers == "key":
-                remembered.copy_(state.rotated_key)
-            elif len(computing) == self.rows:
-                remembered.copy_(state.mlp_input)
-            elif computing:  # a replayed output keeps the input that produced it
-                remembered[computing] = state.mlp_input[computing]
-        return computing
+        if not self.may_replay:
+            return list(range(self.rows))
+        scores = self.score.compute(state, self.remembered[layer][self.slot])
+        if self.tied == 2:
+            half = self.rows // 2
+            scores = np.minimum(scores[:half], scores[half:])
+        mask = self.policy.decide(layer, scores)
+        if self.config.max_age is not None:
+            age = self.age[layer, self.slot]
+            mask = mask & (age < self.config.max_age)
+            age[:] = (age + 1) * mask
+        self.scores[self.step, layer], self.replayed[self.step, layer] = scores, mask
+        return [row for row, replays in enumerate(mask.tolist() * self.tied) if not replays]
 
-    def outputs_of(self, layer: int) -> Tensor:
-        """The ring's slot of the current step, [B, H]: until written, the outputs of the aligned position."""
-        return self.outputs[layer, self.step % self.geometry.tokens_per_frame]
+    def mlp(self, layer: int, mlp: Callable[[Tensor], Tensor], state: LayerState) -> Tensor:
+        """What the layer's MLP gives, [B, H]: computed for the rows that must, replayed for the others."""
+        outputs, remembered = self.outputs[layer], self.remembered[layer]
+        computing = self.decide(layer, state)
+        if self.score.remembers == "key":
+            remembered[self.slot] = state.rotated_key[:, :, 0]
+        then, output = remembered[self.slot], outputs[self.slot]
+        if len(computing) == self.rows or output is None:
+            if self.score.remembers == "input":
+                remembered[self.slot] = state.mlp_input
+            output = outputs[self.slot] = mlp(state.mlp_input)
+        elif computing:
+            # neighbours as a slice, which reads and writes in place
+            first, end = computing[0], computing[-1] + 1
+            rows = slice(first, end) if end - first == len(computing) else computing
+            if self.score.remembers == "input":  # a replayed output keeps the input that produced it
+                assert then is not None
+                then[rows] = state.mlp_input[rows]
+            output[rows] = mlp(state.mlp_input[rows])
+        return output
 
     def advance(self) -> None:
         """End a step."""
-        if self.decided:
-            scores, masks = (torch.stack(part) for part in zip(*self.decided, strict=True))
-            self.scores[self.step], self.replayed[self.step] = scores.repeat(1, self.tied), masks.repeat(1, self.tied)
-            self.policy.observe(scores, masks)
-            self.decided.clear()
-        self.step += 1
+        if self.may_replay:
+            self.policy.observe(self.scores[self.step], self.replayed[self.step])
+        self.begin(self.step + 1)
 
     def trace(self) -> ReplayTrace:
         """What was decided so far."""
         return ReplayTrace(
-            scores=self.scores[: self.step].float().cpu().numpy(),
-            replayed=self.replayed[: self.step].cpu().numpy(),
+            scores=np.tile(self.scores[: self.step], self.tied),
+            replayed=np.tile(self.replayed[: self.step], self.tied),
             geometry=self.geometry,
             config=self.config,
             pairs=self.pairs,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.score import SCORES
@@ -14,33 +14,39 @@ __all__ = ["Policy", "TargetRatioPolicy", "ThresholdPolicy", "make_policy"]
 
 
 class Policy(Protocol):
-    """Decides per layer and row. Rows must not influence one another; state belongs to one generation."""
+    """Decides per layer and row. Rows must not influence one another; state belongs to one generation.
 
-    def decide(self, layer: int, scores: Tensor) -> Tensor:
-        """Scores [B] of one layer to a bool mask [B], True where the row would replay."""
+    Decisions are made in NumPy on the host: which rows compute must be known there anyway, and a handful of numbers is
+    compared several times faster than a tensor of them.
+    """
+
+    def decide(self, layer: int, scores: np.ndarray) -> np.ndarray:
+        """Scores float32 [B] of one layer to a bool mask [B], True where the row would replay."""
         ...
 
-    def observe(self, scores: Tensor, replayed: Tensor) -> None:
+    def observe(self, scores: np.ndarray, replayed: np.ndarray) -> None:
         """Told at the end of each step that might have replayed: scores [L, B] and what was done, bool [L, B]."""
         ...
 
 
 class ThresholdPolicy:
-    """Replay where the score reaches a fixed threshold, one per layer (the paper's ``tau``)."""
+    """Replay where the score reaches a fixed threshold, one per layer (the paper's ``tau``).
 
-    def __init__(self, thresholds: list[float], strict: bool, device: torch.device | str = "cpu") -> None:
-        self.compare = torch.gt if strict else torch.ge
+    Args:
+        strict: replay above the threshold only, not at it.
+        dtype: of the scores before they became float32; thresholds are rounded to it, as in the official code.
+    """
+
+    def __init__(self, thresholds: list[float], strict: bool, dtype: torch.dtype = torch.float32) -> None:
+        self.compare = np.greater if strict else np.greater_equal
+        self.values = torch.tensor(thresholds, dtype=torch.float64).to(dtype).float().numpy()
         # No score reaches NaN: infinity means never, even for an infinite score.
-        self.values = torch.tensor(thresholds, dtype=torch.float64, device=device)
-        self.values[self.values == torch.inf] = torch.nan
-        self.rounded = self.values
+        self.values[self.values == np.inf] = np.nan
 
-    def decide(self, layer: int, scores: Tensor) -> Tensor:
-        if self.rounded.dtype != scores.dtype:  # compared in the scores' own precision, as in the official code
-            self.rounded = self.values.to(scores.dtype)
-        return self.compare(scores, self.rounded[layer])
+    def decide(self, layer: int, scores: np.ndarray) -> np.ndarray:
+        return self.compare(scores, self.values[layer])
 
-    def observe(self, scores: Tensor, replayed: Tensor) -> None:
+    def observe(self, scores: np.ndarray, replayed: np.ndarray) -> None:
         pass
 
 
@@ -58,41 +64,43 @@ class TargetRatioPolicy:
         window: scores remembered per layer and row; one frame is the natural choice.
     """
 
-    def __init__(self, ratios: list[float], rows: int, window: int, device: torch.device | str = "cpu") -> None:
-        self.ratios = torch.tensor(ratios, dtype=torch.float32, device=device)[:, None]
-        self.recent = torch.full((len(ratios), rows, window), torch.nan, device=device)
+    def __init__(self, ratios: list[float], rows: int, window: int) -> None:
+        self.ratios = np.array(ratios, np.float32)[:, None]
+        self.recent = np.full((window, len(ratios), rows), np.nan, np.float32)
         self.active = self.ratios > 0
-        self.owed = torch.zeros(rows, device=device)
+        self.wanted = self.ratios.sum()
+        self.owed = np.zeros(rows, np.float32)
         self.seen = 0
-        self.thresholds = torch.full((len(ratios), rows), torch.inf, device=device)
+        self.thresholds = np.full((len(ratios), rows), np.inf, np.float32)
 
-    def decide(self, layer: int, scores: Tensor) -> Tensor:
+    def decide(self, layer: int, scores: np.ndarray) -> np.ndarray:
         return scores >= self.thresholds[layer]
 
-    def observe(self, scores: Tensor, replayed: Tensor) -> None:
-        window = self.recent.shape[-1]
-        self.recent[..., self.seen % window] = scores
+    def observe(self, scores: np.ndarray, replayed: np.ndarray) -> None:
+        window = len(self.recent)
+        self.recent[self.seen % window] = scores
         self.seen += 1
-        self.owed += (self.ratios - replayed.float()).sum(0)
+        self.owed += self.wanted - replayed.sum(0)
         if self.seen > window and self.seen % max(1, window // 16):
             return  # quantiles of a whole frame change slowly
-        share = self.owed / (self.active.sum().clamp(min=1) * max(1, window // 4))
-        share = (self.ratios + share).clamp(0, 1) * self.active
+        share = self.owed / (max(1, self.active.sum()) * max(1, window // 4))
+        share = (self.ratios + share).clip(0, 1) * self.active
         known = min(self.seen, window)
-        ordered = self.recent[..., :known].sort(-1).values
-        index = ((1 - share) * known).ceil().long()
-        picked = ordered.gather(-1, index.clamp(max=known - 1)[..., None])[..., 0]
-        self.thresholds = torch.where(index >= known, torch.inf, torch.where(index == 0, -torch.inf, picked))
+        ordered = np.sort(self.recent[:known], 0)
+        index = np.ceil((1 - share) * known).astype(int)
+        picked = np.take_along_axis(ordered, index.clip(max=known - 1)[None], 0)[0]
+        self.thresholds = np.where(index >= known, np.inf, np.where(index == 0, -np.inf, picked))
 
 
-def make_policy(config: ReplayConfig, layers: int, rows: int, tokens_per_frame: int, device: torch.device) -> Policy:
-    """The policy a config asks for, for a batch of ``rows`` rows.
+def make_policy(config: ReplayConfig, layers: int, rows: int, tokens_per_frame: int, dtype: torch.dtype) -> Policy:
+    """The policy a config asks for, for a batch of ``rows`` rows of a model that computes in ``dtype``.
 
     Raises:
         ValueError: the config does not fit the number of layers.
     """
     config.check(layers)
     if config.target_ratio is not None:
-        return TargetRatioPolicy(config.layer_ratios(layers), rows, min(tokens_per_frame, 256), device)
-    strict = SCORES[config.score].strict if config.strict is None else config.strict
-    return ThresholdPolicy(config.thresholds(layers), strict, device)
+        return TargetRatioPolicy(config.layer_ratios(layers), rows, min(tokens_per_frame, 256))
+    score = SCORES[config.score]
+    strict = score.strict if config.strict is None else config.strict
+    return ThresholdPolicy(config.thresholds(layers), strict, score.dtype or dtype)

@@ -1,15 +1,16 @@
 """Scores: how well a token's MLP output of the frame before would serve now. Higher means replay.
 
 Each is computed for one layer and all rows at once, from what the layer has at hand right before its MLP, and from
-what was remembered at the aligned position one frame earlier.
+what was remembered at the aligned position one frame earlier. Scores are given on the host, where it is decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,14 +18,13 @@ from torch import Tensor
 __all__ = ["SCORES", "LayerState", "Score", "temporal_attention_score"]
 
 
-@dataclass(frozen=True)
-class LayerState:
+class LayerState(NamedTuple):
     """What a layer knows of the current position before its MLP, for B rows.
 
     Attributes:
-        query: before rotary embedding, [B, h, d].
-        rotated_query: after it, [B, h, d].
-        rotated_key: after it, [B, kv heads, d].
+        query: before rotary embedding, [B, h, 1, d].
+        rotated_query: after it, [B, h, 1, d].
+        rotated_key: after it, [B, kv heads, 1, d].
         mlp_input: what the MLP would be given, after its norm, [B, H].
     """
 
@@ -44,14 +44,16 @@ class Score:
         remembers: what must be kept of the last N positions: each position's ``"key"``, or the MLP ``"input"`` that
             produced the output now in the ring.
         strict: whether its source replays above the threshold only.
-        compute: ``(state, remembered) -> float32 or the model's dtype [B]``.
+        dtype: in which it is computed; None: the model's.
+        compute: ``(state, remembered) -> scores``, float32 [B].
     """
 
     name: str
     source: str
     remembers: Literal["key", "input"] | None
     strict: bool
-    compute: Callable[[LayerState, Tensor | None], Tensor]
+    dtype: torch.dtype | None
+    compute: Callable[[LayerState, Tensor | None], np.ndarray]
 
 
 def temporal_attention_score(query: Tensor, aligned_key: Tensor) -> Tensor:
@@ -60,25 +62,30 @@ def temporal_attention_score(query: Tensor, aligned_key: Tensor) -> Tensor:
     return ((query * key).sum(-1) / query.shape[-1] ** 0.5).mean(-1)
 
 
-def _tas(state: LayerState, remembered: Tensor | None) -> Tensor:
+def _tas(state: LayerState, remembered: Tensor | None) -> np.ndarray:
     assert remembered is not None
-    return temporal_attention_score(state.rotated_query, remembered)
+    return temporal_attention_score(state.rotated_query[:, :, 0], remembered).float().cpu().numpy()
 
 
-def _tas_official(state: LayerState, remembered: Tensor | None) -> Tensor:
+def _tas_official(state: LayerState, remembered: Tensor | None) -> np.ndarray:
     assert remembered is not None
-    return temporal_attention_score(state.query, remembered)
+    return temporal_attention_score(state.query[:, :, 0], remembered).float().cpu().numpy()
 
 
-def _input(state: LayerState, remembered: Tensor | None) -> Tensor:
+def _input(state: LayerState, remembered: Tensor | None) -> np.ndarray:
     assert remembered is not None
-    return F.cosine_similarity(state.mlp_input.float(), remembered.float(), dim=-1)
+    now, then = state.mlp_input.float(), remembered.float()
+    if not now.is_cpu:
+        return F.cosine_similarity(now, then, dim=-1).cpu().numpy()
+    # The same in NumPy, whose operations cost a fraction of PyTorch's on so few numbers.
+    a, b = now.numpy(), then.numpy()
+    return np.vecdot(a, b) / np.sqrt(np.vecdot(a, a) * np.vecdot(b, b) + 1e-30)
 
 
-def _random(state: LayerState, remembered: Tensor | None) -> Tensor:
+def _random(state: LayerState, remembered: Tensor | None) -> np.ndarray:
     # A fixed hash of the MLP input: no state, the same for the same run, and blind to what it hashes.
-    bits = state.mlp_input.float().contiguous().view(torch.int32)[:, :8].long().sum(1)
-    return ((bits * 2654435761) % (1 << 24)).float() / (1 << 24)
+    bits = state.mlp_input[:, :8].float().cpu().numpy().view(np.uint32)
+    return (bits.sum(1, dtype=np.uint64) * np.uint64(2654435761) % (1 << 24)).astype(np.float32) / (1 << 24)
 
 
 SCORES = {
@@ -90,18 +97,25 @@ SCORES = {
             "output changes little where its input does",
             "input",
             False,
+            torch.float32,
             _input,
         ),
         Score(
-            "tas", "arXiv 2505.14709: query and aligned key, both after RoPE; replay at or above", "key", False, _tas
+            "tas",
+            "arXiv 2505.14709: query and aligned key, both after RoPE; replay at or above",
+            "key",
+            False,
+            None,
+            _tas,
         ),
         Score(
             "tas-official",
             "the paper's official code: query before RoPE, aligned key after RoPE; replay above",
             "key",
             True,
+            None,
             _tas_official,
         ),
-        Score("random", "a control: uniform in 0..1, knows nothing", None, False, _random),
+        Score("random", "a control: uniform in 0..1, knows nothing", None, False, torch.float32, _random),
     )
 }

@@ -147,18 +147,18 @@ def feed_own(
     model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, share: float, rng: torch.Generator, draw: Draw
 ) -> Tensor:
     """Codes to feed [B, T, D], with up to ``share`` of each row's tokens as the model itself would draw them."""
-    rows, tokens, depth = target.shape
-    noise = torch.empty(rows, tokens, depth, model.config.codec.codebook_size)
-    own = draw(model, words, target, fed, noise.exponential_(generator=rng).to(fed.device))
+    rows, tokens, _ = target.shape
+    own = draw(model, words, target, fed, torch.rand(target.shape, generator=rng).to(fed.device))
     chosen = torch.rand(rows, tokens, generator=rng) < share * torch.rand(rows, 1, generator=rng)
     return torch.where(chosen.to(fed.device)[..., None], own, fed)
 
 
-def own_draws(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, noise: Tensor) -> Tensor:
-    """What the model draws for every token given the true ones before, by Exp(1) noise [B, T, D, V]: [B, T, D]."""
+def own_draws(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor, uniform: Tensor) -> Tensor:
+    """What the model draws for every token given the true ones before, by uniform noise [B, T, D]: [B, T, D]."""
     hidden = model.decoder(model.inputs(words, fed))[:, -target.shape[1] :]
     logits = model.depth_head(hidden.flatten(0, 1), target.flatten(0, 1)[:, :-1])
-    return (logits.float().view(noise.shape) - noise.log()).argmax(-1)
+    below = logits.float().softmax(-1).view(*target.shape, -1).cumsum(-1)
+    return (below[..., :-1] <= uniform[..., None]).sum(-1)
 
 
 def replay_aware_loss(

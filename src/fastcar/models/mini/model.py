@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcar.decoder.config import DecoderConfig
-from fastcar.decoder.llama import LlamaLayer, LlamaModel, RMSNorm, rope_tables
+from fastcar.decoder.llama import LlamaLayer, LlamaModel, rope_tables
 from fastcar.models.mini.codec import CodecConfig
 
 __all__ = ["MiniConfig", "MiniModel"]
@@ -140,7 +140,7 @@ class MiniDepthHead(nn.Module):
         self.codes = nn.Parameter(torch.randn(codec.depth - 1, codec.codebook_size, h) * 0.02)
         self.depths = nn.Parameter(torch.randn(codec.depth, h) * 0.02)
         self.layers = nn.ModuleList(LlamaLayer(config.depth_decoder) for _ in range(config.depth_layers))
-        self.norm = RMSNorm(h, config.decoder.rms_norm_eps)
+        self.norm = nn.RMSNorm(h, config.decoder.rms_norm_eps)
         self.classifier = nn.Parameter(torch.randn(codec.depth, codec.codebook_size, h) * 0.02)
 
     def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
