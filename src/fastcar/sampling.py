@@ -30,19 +30,24 @@ class SamplingConfig:
     guidance: float = 3.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be a number from 0 on, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        # Beyond these bounds float32 logits overflow and every draw is the same.
+        if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-4 <= self.temperature <= 1e4)):
+            raise ValueError(f"temperature must be 0 or a number in 0.0001..10000, got {self.temperature!r}")
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number from 0 on (0 keeps all), got {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must lie in 0..1, above 0, got {self.top_p!r}")
-        if not (math.isfinite(self.guidance) and self.guidance >= 0):
-            raise ValueError(f"guidance must be a number from 0 on, got {self.guidance!r}")
+        if not (_is_number(self.guidance) and 0 <= self.guidance <= 1e4):
+            raise ValueError(f"guidance must be a number in 0..10000, got {self.guidance!r}")
 
     @property
     def guided(self) -> bool:
         """Whether a blank row runs beside every conditional one."""
         return self.guidance != 1.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def guide(logits: Tensor, scale: float) -> Tensor:
@@ -67,6 +72,7 @@ def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, index = probs.sort(-1, descending=True)
         dropped = ordered.cumsum(-1) - ordered >= config.top_p
+        dropped[..., 0] = False
         probs = probs.masked_fill(dropped.scatter(-1, index, dropped), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
@@ -103,4 +109,5 @@ class SeededNoise:
             )
             for seed in self.seeds
         ]
-        return torch.from_numpy(np.stack(rows)).to(self.device)
+        # A zero, which float32 noise may hold, would let an impossible code win.
+        return torch.from_numpy(np.maximum(rows, np.finfo(np.float32).tiny)).to(self.device)

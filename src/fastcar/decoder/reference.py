@@ -110,7 +110,7 @@ class ReferenceDecoder:
             if self.replay is None:
                 output = layer.mlp(mlp_input)
             else:
-                state = LayerState(query, rotated_query, rotated_key, mlp_input)
+                state = LayerState(query, rotated_query, rotated_key, mlp_input, self.steps, n)
                 output = self.replay.mlp(n, layer.mlp, state)
             x = x + output[:, None]
         self.steps += 1

@@ -46,7 +46,7 @@ class ReplayCache:
         self.config, self.geometry, self.pairs, self.rows = config, geometry, pairs, rows
         self.tied = 2 if pairs and config.tie_guidance else 1  # rows that decide as one
         self.score = SCORES[config.score]
-        self.policy: Policy = make_policy(config, layers, rows // self.tied, geometry.tokens_per_frame, dtype)
+        self.policy: Policy = make_policy(config, layers, rows // self.tied, geometry, dtype)
 
         n = geometry.tokens_per_frame
         # A slot holds the very tensors that the layer made: nothing is copied where every row computes.

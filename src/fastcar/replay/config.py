@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -27,11 +27,11 @@ class ReplayConfig:
             costs a second ring of N hidden vectors a layer and row.
         strict: replay only above the threshold, not at it. ``None``: as the score's source has it.
         max_age: frames in a row that one output may be replayed; ``None`` means without limit. Lower keeps motion and
-            caps the ratio at ``max_age / (max_age + 1)``.
+            caps the ratio at about ``max_age / (max_age + 1)``; a target close to the cap is not quite met.
         exclude_layers: layers that are never replayed.
         tie_guidance: both rows of a guidance pair replay only together. Weights are read once for a pair, so a row
             that replays alone saves arithmetic but no memory traffic: tied is faster at the same ratio.
-        tokens_per_frame: positions of a frame, for models that do not know it themselves (third-party models).
+        tokens_per_frame: positions of a frame, for models that do not know it themselves; for others it must agree.
     """
 
     threshold: float | Sequence[float | None] | None = None
@@ -46,7 +46,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name in ("threshold", "target_ratio", "exclude_layers"):
             value = getattr(self, name)
-            if isinstance(value, Sequence) and not isinstance(value, str):
+            if isinstance(value, Iterable) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
         if (self.threshold is None) == (self.target_ratio is None):
             raise ValueError(
@@ -56,25 +56,33 @@ class ReplayConfig:
         for value in _numbers("threshold", self.threshold):
             if math.isnan(value):
                 raise ValueError(f"threshold must be a number, got {self.threshold!r}")
+        if isinstance(self.target_ratio, tuple) and None in self.target_ratio:
+            raise ValueError(f"target_ratio must hold numbers, 0 for a layer that computes, got {self.target_ratio!r}")
         for value in _numbers("target_ratio", self.target_ratio):
             if not 0 <= value <= 1:
                 raise ValueError(f"target_ratio must lie in 0..1, got {self.target_ratio!r}")
-        if self.score not in SCORES:
+        if not isinstance(self.score, str) or self.score not in SCORES:
             raise ValueError(f"unknown score {self.score!r}; expected one of {', '.join(SCORES)}")
+        if self.strict is not None and self.threshold is None:
+            raise ValueError(f"strict={self.strict!r} goes with threshold only; a target ratio is steered")
         if self.max_age is not None and (not isinstance(self.max_age, int) or self.max_age < 1):
             raise ValueError(f"max_age must be a whole number of frames, at least 1, or None, got {self.max_age!r}")
-        if any(not isinstance(layer, int) or layer < 0 for layer in self.exclude_layers):
-            raise ValueError(f"exclude_layers must hold layer numbers from 0 on, got {self.exclude_layers!r}")
+        if not isinstance(self.exclude_layers, tuple) or any(
+            not isinstance(layer, int) or layer < 0 for layer in self.exclude_layers
+        ):
+            raise ValueError(f"exclude_layers must list layer numbers from 0 on, got {self.exclude_layers!r}")
         if self.tokens_per_frame is not None and self.tokens_per_frame < 1:
             raise ValueError(f"tokens_per_frame must be at least 1, got {self.tokens_per_frame!r}")
 
-    def check(self, layers: int) -> None:
-        """Check against a model's number of layers.
+    def check(self, layers: int, frames: int | None = None, tokens_per_frame: int | None = None) -> None:
+        """Check against a model, and a clip of so many frames if it is known.
 
         Raises:
-            ValueError: a per-layer list of another length, an excluded layer that does not exist, or a target ratio
-                that the layers left cannot reach.
+            ValueError: a per-layer list of another length, an excluded layer that does not exist, another number of
+                tokens per frame than the model's, or a target ratio that the layers left cannot reach.
         """
+        if None not in (self.tokens_per_frame, tokens_per_frame) and self.tokens_per_frame != tokens_per_frame:
+            raise ValueError(f"tokens_per_frame={self.tokens_per_frame!r}, but the model has {tokens_per_frame}")
         for name in ("threshold", "target_ratio"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != layers:
@@ -83,14 +91,22 @@ class ReplayConfig:
             raise ValueError(
                 f"exclude_layers={self.exclude_layers!r} names a layer the model has not (0..{layers - 1})"
             )
-        if isinstance(self.target_ratio, (int, float)):
-            reach = 1 - len(set(self.exclude_layers)) / layers
-            if self.max_age is not None:
-                reach *= self.max_age / (self.max_age + 1)
-            if self.target_ratio > reach + 0.03:
+        if self.target_ratio is None:
+            return
+        cap = 1.0 if self.max_age is None else self.max_age / (self.max_age + 1)
+        if self.max_age is not None and frames is not None:
+            later = frames - 1
+            cap = 1 - later // (self.max_age + 1) / later if later else 1.0
+        left = [0.0 if layer in self.exclude_layers else cap for layer in range(layers)]
+        if isinstance(self.target_ratio, tuple):
+            wanted, reach = self.target_ratio, tuple(left)
+        else:
+            wanted, reach = (self.target_ratio,), (sum(left) / layers,)
+        for ratio, most in zip(wanted, reach, strict=True):
+            if ratio > most + 0.03:
                 raise ValueError(
-                    f"target_ratio {self.target_ratio!r} cannot be reached with exclude_layers={self.exclude_layers!r} "
-                    f"and max_age={self.max_age!r}: at most {reach:.2f}; lower it or lift the limits"
+                    f"target_ratio {ratio!r} cannot be reached with exclude_layers={self.exclude_layers!r} "
+                    f"and max_age={self.max_age!r}: at most {most:.2f}; lower it or lift the limits"
                 )
 
     def thresholds(self, layers: int) -> list[float]:

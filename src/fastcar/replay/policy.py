@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from fastcar.geometry import Geometry
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.score import SCORES
 
@@ -55,21 +56,19 @@ class TargetRatioPolicy:
 
     The threshold of a layer is a quantile of the row's own scores over the last frame, so no scale need be known
     beforehand and every layer replays its share. A quantile alone overshoots, because a replayed token stays still
-    and earns more replay; therefore the share asked for is the target plus what is owed so far, spread over
-    the next quarter of a frame.
+    and earns more replay; therefore the share asked for is the target plus what the layer owes so far,
+    spread over the next eighth of a frame.
 
     Args:
         ratios: the share of each layer's MLPs to replay, 0..1.
         rows: rows of the batch (B).
-        window: scores remembered per layer and row; one frame is the natural choice.
+        window: scores remembered per layer and row; one frame is the natural choice, 256 are always enough.
     """
 
     def __init__(self, ratios: list[float], rows: int, window: int) -> None:
         self.ratios = np.array(ratios, np.float32)[:, None]
         self.recent = np.full((window, len(ratios), rows), np.nan, np.float32)
-        self.active = self.ratios > 0
-        self.wanted = self.ratios.sum()
-        self.owed = np.zeros(rows, np.float32)
+        self.owed = np.zeros((len(ratios), rows), np.float32)
         self.seen = 0
         self.thresholds = np.full((len(ratios), rows), np.inf, np.float32)
 
@@ -80,11 +79,10 @@ class TargetRatioPolicy:
         window = len(self.recent)
         self.recent[self.seen % window] = scores
         self.seen += 1
-        self.owed += self.wanted - replayed.sum(0)
+        self.owed += self.ratios - replayed
         if self.seen > window and self.seen % max(1, window // 16):
             return  # quantiles of a whole frame change slowly
-        share = self.owed / (max(1, self.active.sum()) * max(1, window // 4))
-        share = (self.ratios + share).clip(0, 1) * self.active
+        share = (self.ratios + self.owed / max(1, window // 8)).clip(0, 1) * (self.ratios > 0)
         known = min(self.seen, window)
         ordered = np.sort(self.recent[:known], 0)
         index = np.ceil((1 - share) * known).astype(int)
@@ -92,15 +90,15 @@ class TargetRatioPolicy:
         self.thresholds = np.where(index >= known, np.inf, np.where(index == 0, -np.inf, picked))
 
 
-def make_policy(config: ReplayConfig, layers: int, rows: int, tokens_per_frame: int, dtype: torch.dtype) -> Policy:
+def make_policy(config: ReplayConfig, layers: int, rows: int, geometry: Geometry, dtype: torch.dtype) -> Policy:
     """The policy a config asks for, for a batch of ``rows`` rows of a model that computes in ``dtype``.
 
     Raises:
-        ValueError: the config does not fit the number of layers.
+        ValueError: the config does not fit the model or the clip.
     """
-    config.check(layers)
+    config.check(layers, geometry.frames, geometry.tokens_per_frame)
     if config.target_ratio is not None:
-        return TargetRatioPolicy(config.layer_ratios(layers), rows, min(tokens_per_frame, 256))
+        return TargetRatioPolicy(config.layer_ratios(layers), rows, min(geometry.tokens_per_frame, 256))
     score = SCORES[config.score]
     strict = score.strict if config.strict is None else config.strict
     return ThresholdPolicy(config.thresholds(layers), strict, score.dtype or dtype)

@@ -26,12 +26,15 @@ class LayerState(NamedTuple):
         rotated_query: after it, [B, h, 1, d].
         rotated_key: after it, [B, kv heads, 1, d].
         mlp_input: what the MLP would be given, after its norm, [B, H].
+        step, layer: where the decoder is.
     """
 
     query: Tensor
     rotated_query: Tensor
     rotated_key: Tensor
     mlp_input: Tensor
+    step: int
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,11 @@ def _input(state: LayerState, remembered: Tensor | None) -> np.ndarray:
 
 
 def _random(state: LayerState, remembered: Tensor | None) -> np.ndarray:
-    # A fixed hash of the MLP input: no state, the same for the same run, and blind to what it hashes.
-    bits = state.mlp_input[:, :8].float().cpu().numpy().view(np.uint32)
-    return (bits.sum(1, dtype=np.uint64) * np.uint64(2654435761) % (1 << 24)).astype(np.float32) / (1 << 24)
+    # SplitMix64 of the place: the same for every row, whatever stands beside it, and for every run.
+    bits = (state.step << 16 | state.layer) * 0x9E3779B97F4A7C15 % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ bits >> shift) * factor % 2**64
+    return np.full(len(state.mlp_input), ((bits ^ bits >> 31) >> 40) / 2**24, np.float32)
 
 
 SCORES = {
@@ -116,6 +121,6 @@ SCORES = {
             None,
             _tas_official,
         ),
-        Score("random", "a control: uniform in 0..1, knows nothing", None, False, torch.float32, _random),
+        Score("random", "a control: uniform in 0..1 by step and layer, the same for all rows", None, False, torch.float32, _random),
     )
 }
