@@ -1,6 +1,8 @@
 """The command line, run in this process on a tiny random model; real files in a temporary folder."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -45,7 +47,7 @@ def test_other_formats(run, tmp_path, name):
 
 def test_default_name_tells_prompt_and_settings(run, tmp_path):
     run("generate", PROMPT, "--replay", "0.5", "--seed", "7")
-    assert [p.name for p in tmp_path.iterdir()] == ["a-red-circle-moving-right_seed7_replay0.5.mp4"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a-red-circle-moving-right_seed7_replay0.5_tiny0.mp4"]
 
 
 def test_several_clips_have_seeds_of_their_own(run, tmp_path):
@@ -53,6 +55,20 @@ def test_several_clips_have_seeds_of_their_own(run, tmp_path):
     clips = json.loads(out.splitlines()[-1])["clips"]
     assert [c["seed"] for c in clips] == [4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c-0.gif", "c-1.gif"]
+
+
+@pytest.mark.parametrize("threshold", ["-inf", "-0.5,none,-.1", "-8"])
+def test_thresholds_may_be_negative(run, threshold):
+    code, out, _ = run("generate", PROMPT, "-o", "c.mp4", "--score", "tas", "--threshold", threshold, "--json")
+    assert code == 0 and json.loads(out.splitlines()[-1])["mlp_rows_replayed"] > 0
+
+
+def test_clips_of_other_settings_have_other_names(run, tmp_path):
+    settings = ["--guidance 1", "--temperature 0", "--top-k 1", "--top-p 0.5", "--dtype bfloat16", "--frames 2"]
+    settings += ["--replay 0.5", "--replay 0.5 --max-age 2", "--replay 0.5 --no-tie-guidance", ""]
+    for words in settings:
+        assert run("generate", PROMPT, *words.split())[0] == 0
+    assert len(list(tmp_path.glob("*.mp4"))) == len(settings)
 
 
 def test_thresholds_by_layer(run):
@@ -112,6 +128,13 @@ def test_info(run):
         (["evaluate", "world", "--prompts", "0"], "prompts"),
         (["compare", PROMPT, "-o", "both", "--frames", "0"], "frames"),
         (["compare", PROMPT, "-o", "both", "--replay", "2"], "2.0"),
+        (["generate", PROMPT, "-o", "c.mp4", "--threshold", "none"], "leave it out"),
+        (["generate", PROMPT, "-o", "c.mp4", "--frames", "100000000000"], "GiB"),
+        (["generate", PROMPT, "-o", "c.mp4", "--temperature", "1e-38"], "temperature"),
+        (["generate", PROMPT, "-o", "c.mp4", "--threads", "9999999999999"], "--threads"),
+        (["evaluate", "world", "--seed", "-1"], "seed must lie in"),
+        (["evaluate", "world", "--rendered", "--replay", "0.5"], "--replay"),
+        (["evaluate", "world", "--reconstructed", "--frames", "3"], "--frames"),
     ],
 )
 def test_a_wrong_input_ends_in_one_clear_line(run, tmp_path, words, shown):
@@ -127,6 +150,22 @@ def test_usage_errors_are_one_line_too(run, words, capsys):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_version_and_help_import_no_torch():
+    code = (
+        "import sys; from fastcar.cli import main\ntry: main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr
+    done = subprocess.run([sys.executable, "-m", "fastcar", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("fastcar 0.")
+
+
+def test_a_folder_in_the_place_of_a_clip_is_told_before_comparing(run, tmp_path):
+    (tmp_path / "both" / "dense.mp4").mkdir(parents=True)
+    code, _, err = run("compare", PROMPT, "-o", "both")
+    assert code == 2 and "dense.mp4 is a folder" in err and "generating" not in err
 
 
 def test_a_missing_model_is_named(run):

@@ -150,12 +150,22 @@ def test_missing_weights_are_named(damaged):
         (lambda c: c["model"].update(colour=1), "do not fit"),
         (lambda c: c.pop("model"), "do not fit"),
         (lambda c: c.pop("sha256"), "damaged"),
+        (lambda c: c.update(family=["fastcar-mini"]), "family"),
+        (lambda c: c.update(sampling={"foo": 1}), "foo"),
+        (lambda c: c.update(sampling=None), "do not fit"),
+        (lambda c: c.update(sampling={"temperature": "x"}), "temperature"),
+        (lambda c: c.update(replay={"foo": 1}), "foo"),
+        (lambda c: c.update(replay={"max_age": 0}), "max_age"),
+        (lambda c: c["model"].update(words=[1, 2]), "words"),
+        (lambda c: c["model"].update(max_words="28"), "max_words"),
+        (lambda c: c["model"]["decoder"].update(rope_theta="x"), "rope_theta"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(damaged, change, shown):
     _change(damaged, change)
-    with pytest.raises(ValueError, match=shown):
+    with pytest.raises(ValueError, match=shown) as caught:
         fastcar.load(damaged)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_such_model(tmp_path):

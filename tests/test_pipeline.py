@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -31,9 +32,11 @@ def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
     assert (beside[2].codes != alone.codes).any()
 
 
-def test_replayed_rows_do_not_depend_on_the_batch(tiny):
-    alone = tiny(PROMPT, seed=5, replay=0.5)
-    beside = tiny.batch([OTHER, PROMPT], [1, 5], replay=0.5)[1]
+@pytest.mark.parametrize("score", ["input", "tas", "tas-official", "random"])
+def test_replayed_rows_do_not_depend_on_the_batch(tiny, score):
+    replay = ReplayConfig(target_ratio=0.5, score=score)
+    alone = tiny(PROMPT, seed=5, replay=replay)
+    beside = tiny.batch([OTHER, PROMPT], [1, 5], replay=replay)[1]
     np.testing.assert_array_equal(alone.codes, beside.codes)
     np.testing.assert_array_equal(alone.trace.replayed, beside.trace.replayed)
 
@@ -61,6 +64,11 @@ def test_streamed_frames_are_the_clips_frames(tiny):
     np.testing.assert_array_equal(np.stack(list(tiny.stream(PROMPT, **options))), tiny(PROMPT, **options).frames)
     with pytest.raises(TypeError, match="colour"):
         next(tiny.stream(PROMPT, colour=1))
+
+
+def test_numbers_of_any_integer_type_are_fine(tiny):
+    clip = tiny(PROMPT, seed=np.int64(2), frames=np.int32(2))
+    assert json.loads(json.dumps(clip.stats.to_dict()))["seed"] == 2
 
 
 def test_without_guidance_a_clip_takes_one_row(tiny):
@@ -103,6 +111,14 @@ def test_runs_that_overlap_do_not_disturb_one_another(tiny):
         ({"frames": 0}, "frames"),
         ({"temperature": -1.0}, "temperature"),
         ({"seed": -1}, "-1"),
+        ({"seed": 0.5}, "0.5"),
+        ({"seed": None}, "None"),
+        ({"frames": 1.5}, "1.5"),
+        ({"frames": True}, "True"),
+        ({"frames": 10**12}, "GiB"),
+        ({"replay": "0.5"}, "'0.5'"),
+        ({"temperature": "a"}, "'a'"),
+        ({"replay": ReplayConfig(threshold=0.0, tokens_per_frame=64)}, "16"),
     ],
 )
 def test_bad_options_are_shown(tiny, options, shown):
@@ -115,8 +131,18 @@ def test_bad_prompts(tiny):
         tiny(" ,")
     with pytest.raises(ValueError, match="no prompt"):
         tiny.batch([], [])
-    with pytest.raises(ValueError, match="1 prompts need as many seeds"):
+    with pytest.raises(ValueError, match="1 prompts need"):
         tiny.batch([PROMPT], [1, 2])
+    with pytest.raises(ValueError, match="1 prompts need"):
+        tiny.batch([PROMPT], 0)
+    with pytest.raises(ValueError, match="list of texts"):
+        tiny.batch("ab", [0, 1])
+    with pytest.raises(ValueError, match="None"):
+        tiny(None)
+    with pytest.raises(TypeError, match="guidence"):
+        tiny(PROMPT, guidence=None)
+    with pytest.raises(ValueError, match="no words"):
+        tiny.stream("")  # told at once, not at the first frame
     warnings = tiny.model.check_prompt("a rad circle")
     assert len(warnings) == 1 and "'rad'" in warnings[0] and "red" in warnings[0]
 

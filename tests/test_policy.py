@@ -46,6 +46,21 @@ def test_target_ratio_is_met_whatever_the_scores(target, drift):
     assert np.abs(done.mean(0) / steps - target).max() < 0.02
 
 
+@pytest.mark.parametrize("frames", [2, 3, 8])
+def test_each_layer_meets_its_own_ratio(frames):
+    """Also in a short clip, and beside layers that cannot meet theirs."""
+    ratios = [1.0, 0.0, 0.5, 0.8]
+    policy, rng = TargetRatioPolicy(ratios, 5, window=64), np.random.default_rng(0)
+    done, steps = np.zeros((4, 5)), 64 * (frames - 1)
+    for _ in range(steps):
+        scores = rng.standard_normal((4, 5), np.float32)
+        mask = np.stack([policy.decide(n, scores[n]) for n in range(4)])
+        mask[0] = False  # a limit that the policy does not know
+        policy.observe(scores, mask)
+        done += mask
+    assert np.abs(done[1:].mean(1) / steps - ratios[1:]).max() < 0.04
+
+
 def test_target_ratio_keeps_rows_apart():
     """A row decides alike whatever stands beside it."""
     scores = np.random.default_rng(1).standard_normal((100, 2, 3), np.float32)

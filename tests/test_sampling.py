@@ -49,10 +49,29 @@ def test_noise_depends_on_seed_and_position_alone():
     assert torch.equal(both.at(9), late) and (late > 0).all()
 
 
+def test_impossible_codes_are_never_drawn():
+    """Float32 Exp(1) noise may be exactly zero; seed 32 holds one."""
+    noise = SeededNoise([32], 2, 512)
+    zero = SamplingConfig(temperature=0)
+    logits = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    for position in range(512):
+        at = noise.at(position)[0]
+        assert (at > 0).all()
+        assert torch.equal(draw(probabilities(logits, zero), at), logits.argmax(-1))
+
+
+def test_a_tiny_top_p_keeps_the_first():
+    assert probabilities(torch.tensor([[0.0, 1.0]]), SamplingConfig(top_p=1e-300)).tolist() == [[0.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"temperature": -1},
+        {"temperature": 1e-30},
+        {"temperature": "warm"},
+        {"guidance": 1e38},
+        {"top_k": True},
         {"temperature": math.nan},
         {"top_k": -1},
         {"top_k": 2.5},

@@ -1,3 +1,5 @@
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -55,6 +57,16 @@ def test_what_is_no_trace_is_named(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.npz is no replay trace"):
         ReplayTrace.load(path)
+
+
+def test_a_damaged_trace_is_named_wherever_the_damage_lies(tmp_path):
+    path = tmp_path / "t.npz"
+    small_trace().save(path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        with contextlib.suppress(ValueError):  # any other exception fails the test
+            ReplayTrace.load(path)
 
 
 def test_an_npz_of_something_else_is_named(tmp_path):

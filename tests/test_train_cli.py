@@ -44,9 +44,55 @@ def test_own_clips_become_a_model(folder, tmp_path, capsys):
     assert clip.frames.shape == (2, 32, 32, 3)
 
 
+def test_runs_that_do_not_belong_together_are_refused(folder, tmp_path, capsys):
+    run = ["--run-dir", str(tmp_path / "run")]
+    clips = ["--folder", str(folder), "--frames", "4"]
+    tokenizer = ["train", "tokenizer", *run, *clips, "--size", "32", "--steps", "2", "--batch", "4", "--pool", "3"]
+    tokenizer += ["--unquantised", "1"]
+    decoder = ["train", "decoder", *run, *clips, "--steps", "1", "--clips", "1", "--first-frames", "1", "--no-compile"]
+    assert main(tokenizer) == 0 and main([*tokenizer, "--name", "other", "--seed", "5"]) == 0
+    assert main(decoder) == 0  # the size is the tokenizer's
+    capsys.readouterr()
+    for words, shown in [
+        ([*decoder, "--size", "64"], "--size 64"),
+        ([*decoder, "--tokenizer", "other"], "another tokenizer's codes"),
+        ([*decoder, "--tokenizer", "decoder"], "kind 'decoder'"),
+        ([*decoder, "--name", "n", "--start-from", "tokenizer"], "kind 'tokenizer'"),
+        ([*decoder, "--name", "n", "--encode", "3"], "--encode"),
+        ([*tokenizer, "--name", "n", "--start-from", "decoder"], "kind 'decoder'"),
+        (["train", "export", *run, "-o", str(tmp_path / "x"), "--tokenizer", "other"], "another tokenizer"),
+        (["train", "export", *run, "-o", str(folder / "0.mp4")], "is a file"),
+    ]:
+        assert main(words) == 2, words
+        assert shown in capsys.readouterr().err
+    assert main(["train", "export", *run, "-o", str(tmp_path / "own"), "--max-age", "0"]) == 0
+    assert fastcar.load(tmp_path / "own").model.recommended_replay(0.5).max_age is None
+
+
+@pytest.mark.parametrize("caption", ["!!!", "word " * 40])
+def test_captions_that_cannot_be_read_are_told_with_their_line(folder, tmp_path, capsys, caption):
+    with (folder / "captions.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"file": "0.mp4", "caption": caption}))
+    assert main(["train", "tokenizer", "--run-dir", str(tmp_path / "r"), "--folder", str(folder)]) == 2
+    assert "captions.jsonl, line 7" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
+        (["train", "tokenizer", "--steps", "0"], "steps"),
+        (["train", "tokenizer", "--steps", "100"], "unquantised"),
+        (["train", "tokenizer", "--batch", "-1"], "batch"),
+        (["train", "tokenizer", "--pool", "0"], "pool"),
+        (["train", "tokenizer", "--refresh", "0"], "refresh"),
+        (["train", "tokenizer", "--learning-rate", "nan"], "learning_rate"),
+        (["train", "tokenizer", "--save-every", "0"], "save_every"),
+        (["train", "tokenizer", "--device", "nonsense"], "--device nonsense"),
+        (["train", "decoder", "--warmup", "0"], "warmup"),
+        (["train", "decoder", "--clips", "-1"], "clips"),
+        (["train", "decoder", "--clips", "0", "--first-frames", "0"], "see nothing"),
+        (["train", "decoder", "--replay-ratio", "2"], "replay_ratio"),
+        (["train", "decoder", "--depth-weights", "0,0"], "depth_weights"),
         (["train", "decoder"], "train tokenizer"),
         (["train", "export", "-o", "x"], "train tokenizer"),
         (["train", "tokenizer", "--start-from", "other"], "other"),

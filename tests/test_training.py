@@ -13,7 +13,6 @@ from fastcar.replay import ReplayConfig
 from fastcar.training.checkpoint import load_checkpoint, pack, save_checkpoint, unpack
 from fastcar.training.decoder import (
     CodeClips,
-    DecoderTraining,
     draw_batch,
     encode_clips,
     feed_own,
@@ -21,7 +20,8 @@ from fastcar.training.decoder import (
     train_decoder,
 )
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
-from fastcar.training.tokenizer import TokenizerTraining, train_tokenizer
+from fastcar.training.settings import DecoderTraining, TokenizerTraining
+from fastcar.training.tokenizer import train_tokenizer
 
 from .conftest import tiny_parts
 

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
+# options that change what is generated, beside prompt and seed
+_REPLAY = ("replay", "threshold", "score", "max_age", "exclude_layers", "tie_guidance")
+_SAMPLING = ("frames", "guidance", "temperature", "top_k", "top_p")
+_GENERATION = _REPLAY + _SAMPLING
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -30,22 +36,39 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    parser = _build_parser()
-    args = parser.parse_args(argv)
     try:
-        result = args.run(args)
+        args = _build_parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
+        return _run(args)
     except KeyboardInterrupt:
         print("fastcar: interrupted; nothing half-written is left", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        result = args.run(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"fastcar {args.command}: error: {error}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``--threshold -8`` as ``--threshold=-8``: argparse takes values like ``-inf`` or ``-8,-4`` for options."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--threshold" and re.match(r"-(\d|\.|inf)", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -122,7 +145,9 @@ def _add_sampling(sub: argparse.ArgumentParser) -> None:
 def _add_replay(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("replay", "without --replay or --threshold every MLP is computed")
     group.add_argument("--replay", type=float, metavar="R", help="share of MLPs to replay, 0..1 (steered to be met)")
-    group.add_argument("--threshold", metavar="T[,T...]", help="replay at this score; one, or one per layer, or none")
+    group.add_argument(
+        "--threshold", metavar="T[,T...]", help="replay at this score; one, or one per layer ('none': computes)"
+    )
     group.add_argument("--score", help="input, tas, tas-official or random")
     group.add_argument("--max-age", type=int, help="frames in a row one output may be replayed; 0: no limit")
     group.add_argument("--exclude-layers", metavar="L[,L...]", help="layers that always compute")
@@ -148,6 +173,8 @@ def _replay_config(args: argparse.Namespace, pipe: Pipeline) -> ReplayConfig | N
         return replaced(pipe.model.recommended_replay(args.replay), **said)
     if args.threshold is not None:
         values = _list(args.threshold, lambda v: None if v == "none" else float(v), "--threshold")
+        if values == [None]:
+            raise ValueError("--threshold none replays nothing; leave it out, or give one value per layer")
         return ReplayConfig(threshold=values[0] if len(values) == 1 else values, **said)
     if said:
         raise ValueError(f"{', '.join(said)} only matter with --replay or --threshold; add one of them")
@@ -167,15 +194,14 @@ def _load(args: argparse.Namespace) -> Pipeline:
     import fastcar
 
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        if not 1 <= args.threads <= 1024:
+            raise ValueError(f"--threads must lie in 1..1024, got {args.threads}")
         torch.set_num_threads(args.threads)
     return fastcar.load(args.model, dtype=args.dtype, engine=args.engine)
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("frames", "guidance", "temperature", "top_k", "top_p")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in _SAMPLING}
 
 
 def _bar(total: int, what: str, unit: str = "frame") -> Any:
@@ -192,11 +218,10 @@ def _warn(pipe: Pipeline, prompt: str) -> None:
 def _default_name(args: argparse.Namespace, seed: int) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", args.prompt.lower()).strip("-")[:60].strip("-")
     parts = [words or "clip", f"seed{seed}"]
-    parts += [f"replay{args.replay:g}"] if args.replay is not None else []
-    parts += [f"threshold{args.threshold}".replace(",", "_")] if args.threshold is not None else []
-    parts += [args.score] if args.score else []
-    parts += [f"frames{args.frames}"] if args.frames else []
-    return "_".join(parts) + ".mp4"
+    parts += [f"{name}{getattr(args, name)}" for name in _GENERATION if getattr(args, name) is not None]
+    defaults = {"model": "mini", "dtype": "float32", "engine": "auto"}
+    parts += [Path(getattr(args, name)).name for name, usual in defaults.items() if getattr(args, name) != usual]
+    return re.sub(r"[^\w.=-]+", "-", "_".join(parts))[:200] + ".mp4"
 
 
 def _generate(args: argparse.Namespace) -> dict[str, Any]:
@@ -248,7 +273,8 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     assert config is not None
     frames = args.frames or pipe.model.frames
     existing = next(folder for folder in (args.output, *args.output.absolute().parents) if folder.exists())
-    check_output(existing / sheet.name)
+    for name in ("dense.mp4", "replay.mp4", sheet.name):
+        check_output(existing / name)
     with _bar(frames * (2 if args.no_ceiling else 3), "generating") as bar:
 
         def progress(name: str) -> Callable[[int, int], None]:
@@ -283,6 +309,15 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
 def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.analysis.evaluate import evaluate_world
 
+    if args.rendered or args.reconstructed:
+        useless = [f"--{name.replace('_', '-')}" for name in _GENERATION if getattr(args, name) is not None]
+        if args.rendered and args.model != "mini":
+            useless.append("--model")
+        if useless or (args.rendered and args.reconstructed):
+            raise ValueError(
+                f"--{'rendered' if args.rendered else 'reconstructed'} generates nothing, so it does not go with "
+                f"{', '.join(useless) or '--reconstructed'}"
+            )
     pipe = None if args.rendered else _load(args)
     config = _replay_config(args, pipe) if pipe else None
     sampling = {k: v for k, v in _sampling(args).items() if v is not None}

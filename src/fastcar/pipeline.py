@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,21 +193,30 @@ class Pipeline:
     def batch(
         self, prompts: Sequence[str], seeds: Sequence[int], *, progress: Progress | None = None, **options: Any
     ) -> list[Clip]:
-        """Generate a clip for each prompt and seed, together. Options as for a call.
+        """Generate a clip for each prompt and seed, together; seeds lie in 0..2**63-1. Options as for a call.
 
         A clip is the same whatever it is generated beside, up to rounding: a product of many rows may round
         otherwise than one of few.
         """
-        run = _Run(self, list(prompts), list(seeds), **options)
+        run = _Run(self, prompts, seeds, **options)
         for done, _ in enumerate(run.frames(), start=1):
             if progress:
                 progress(done, run.geometry.frames)
         return run.clips()
 
-    def stream(self, prompt: str, *, seed: int = 0, **options: Any) -> Iterator[np.ndarray]:
+    def stream(
+        self, prompt: str, *, seed: int = 0, progress: Progress | None = None, **options: Any
+    ) -> Iterator[np.ndarray]:
         """Generate a clip and yield its frames, uint8 [H, W, 3], each as soon as it is drawn. Options as for a call."""
-        for frame in _Run(self, [prompt], [seed], **options).frames():
-            yield frame[0].cpu().numpy()
+        run = _Run(self, [prompt], [seed], **options)  # bad input is told here, not at the first frame
+
+        def frames() -> Iterator[np.ndarray]:
+            for done, frame in enumerate(run.frames(), start=1):
+                if progress:
+                    progress(done, run.geometry.frames)
+                yield frame[0].cpu().numpy()
+
+        return frames()
 
     def replay_config(self, replay: float | ReplayConfig | None) -> ReplayConfig | None:
         """The config that a ``replay=`` argument stands for.
@@ -215,6 +227,8 @@ class Pipeline:
         if replay is None:
             return None
         if not isinstance(replay, ReplayConfig):
+            if isinstance(replay, bool) or not isinstance(replay, (int, float)):
+                raise ValueError(f"replay must be a ratio in 0..1 or a ReplayConfig, got {replay!r}")
             replay = self.model.recommended_replay(replay)
         replay.check(self.model.decoder.config.layers)
         return replay
@@ -226,29 +240,50 @@ class _Run:
     def __init__(
         self,
         pipe: Pipeline,
-        prompts: list[str],
-        seeds: list[int],
+        prompts: Sequence[str],
+        seeds: Sequence[int],
         *,
         replay: float | ReplayConfig | None = None,
         frames: int | None = None,
-        **sampling: Any,
+        guidance: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> None:
-        self.pipe, self.prompts, self.seeds = pipe, prompts, seeds
-        model = pipe.model
+        model, self.pipe = pipe.model, pipe
+        if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(f"prompts must be a list of texts, got {prompts!r}")
+        if not isinstance(seeds, Sequence) or len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need a list of as many seeds, got {seeds!r}")
         if not prompts:
             raise ValueError("no prompt given")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+        self.prompts, self.seeds = list(prompts), [_whole("seed", seed) for seed in seeds]
         for prompt in prompts:
             model.check_prompt(prompt)
-        self.geometry = model.geometry(model.frames if frames is None else frames)
-        self.sampling = replace(model.sampling, **{k: v for k, v in sampling.items() if v is not None})
+        self.geometry = model.geometry(model.frames if frames is None else _whole("frames", frames))
+        given: dict[str, Any] = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.sampling = replace(model.sampling, **{k: v for k, v in given.items() if v is not None})
         self.replay = pipe.replay_config(replay)
-        self.noise = SeededNoise(seeds, model.depth, model.codebook_size)
+        if self.replay is not None:
+            self.replay.check(model.decoder.config.layers, self.geometry.frames, self.geometry.tokens_per_frame)
+        self._check_memory()
+        self.noise = SeededNoise(self.seeds, model.depth, model.codebook_size)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
         self.decoder = pipe.engine(model.decoder)
         self.pictures: list[Tensor] = []
         self.clock = _Clock()
+
+    def _check_memory(self) -> None:
+        """Refuse a request whose KV cache alone exceeds the machine."""
+        c, rows = self.pipe.model.decoder.config, len(self.prompts) * (2 if self.sampling.guided else 1)
+        width = DTYPES[self.pipe.dtype].itemsize
+        need = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * self.geometry.positions
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+        if need > have:
+            raise ValueError(
+                f"{len(self.prompts)} clips of {self.geometry.frames} frames need a KV cache of "
+                f"{need / 2**30:.0f} GiB, but this machine has {have / 2**30:.0f} GiB; ask for fewer frames or clips"
+            )
 
     def frames(self) -> Iterator[Tensor]:
         """Generate; yield each frame of all clips, uint8 [b, H, W, 3]."""
@@ -311,6 +346,13 @@ class _Run:
             codes = self.codes[row].unflatten(0, (self.geometry.frames, -1)).numpy()
             clips.append(Clip(frames[row], codes, stats, own, self.pipe.model.fps))
         return clips
+
+
+def _whole(name: str, value: object) -> int:
+    """A whole number of any integer type, as int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return operator.index(value)
 
 
 def _engine(name: str) -> type[ReferenceDecoder]:

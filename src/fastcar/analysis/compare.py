@@ -95,7 +95,8 @@ def compare(
         progress: called with ``"dense"``, ``"replay"`` and ``"ceiling"`` for the progress callback of each run.
     """
     config = pipe.replay_config(replay)
-    pipe(prompt, **{**options, "frames": 1})
+    small = pipe(prompt, **{**options, "frames": 1}).frames
+    ssim(small, small)  # frames too small to be compared are told before any time is spent
     runs: dict[str, Clip] = {}
     wanted: dict[str, ReplayConfig | None] = {"dense": None, "replay": config}
     if ceiling:

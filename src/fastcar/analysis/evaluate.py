@@ -82,6 +82,8 @@ def evaluate_world(
     """
     if prompts < 1 or batch < 1:
         raise ValueError(f"prompts and batch must be at least 1, got {prompts!r} and {batch!r}")
+    if not 0 <= seed < 2**40:
+        raise ValueError(f"seed must lie in 0..2**40-1, got {seed!r}")
     scenes, captions = held_out_prompts(prompts, seed, split, objects)
     seeds = [seed * 1_000_003 + index for index in range(prompts)]
     clips: list[Clip] = []

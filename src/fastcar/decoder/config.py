@@ -33,8 +33,11 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number from 1 on, got {getattr(self, name)!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not isinstance(getattr(self, name), (int, float)) or getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads!r}) must be a multiple of kv_heads ({self.kv_heads!r})")
         if self.head_dim % 2:

@@ -35,7 +35,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention; :meth:`qkv` splits heads, :meth:`forward` runs a sequence."""
+    """The four projections of grouped-query attention; :meth:`qkv` splits heads, :meth:`attend` attends."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def load_model(name_or_path: str | Path, dtype: torch.dtype) -> VideoModel:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a JSON object ({error})") from error
     known = FAMILIES | {point.name: point.value for point in entry_points(group="fastcar.models")}
-    if family not in known:
+    if not isinstance(family, str) or family not in known:
         raise ValueError(f"{path} names the family {family!r}; known are {', '.join(sorted(known))}")
     module, function = known[family].split(":")
     model: VideoModel = getattr(importlib.import_module(module), function)(folder, dtype)

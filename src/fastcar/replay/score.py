@@ -121,6 +121,6 @@ SCORES = {
             None,
             _tas_official,
         ),
-        Score("random", "a control: uniform in 0..1 by step and layer, the same for all rows", None, False, torch.float32, _random),
+        Score("random", "a control: uniform in 0..1 by step and layer", None, False, torch.float32, _random),
     )
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -108,6 +107,8 @@ class ReplayTrace:
     def save(self, path: str | Path) -> None:
         """Write a compressed ``.npz``, whole or not at all."""
         path = Path(path)
+        if not path.parent.is_dir():
+            raise NotADirectoryError(f"{path} cannot be written: there is no folder {path.parent}")
         about = {
             "geometry": asdict(self.geometry),
             "config": self.config.to_dict() if self.config else None,
@@ -138,5 +139,7 @@ class ReplayTrace:
             geometry["never_replay"] = tuple(geometry["never_replay"])
             config = about["config"] and ReplayConfig.from_dict(about["config"])
             return cls(scores, replayed, Geometry(**geometry), config, about["pairs"])
-        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # a damaged zip, header or JSON fails in as many ways as there are bytes
             raise ValueError(f"{path} is no replay trace ({error})") from error

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["load_checkpoint", "pack", "save_checkpoint", "unpack"]
+__all__ = ["load_checkpoint", "load_weights", "pack", "save_checkpoint", "unpack"]
 
 
 def pack(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -61,8 +61,11 @@ def save_checkpoint(path: Path, state: Mapping[str, Any], header: Mapping[str, A
         beside.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_checkpoint(path: Path, kind: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what :func:`save_checkpoint` wrote: ``(state, header)``.
+
+    Args:
+        kind: what the header's ``kind`` must be.
 
     Raises:
         ValueError: the file is not such a checkpoint, or is damaged.
@@ -75,7 +78,24 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"{path} cannot be read as a checkpoint ({error}); delete it to start afresh") from error
     if "header" not in metadata:
         raise ValueError(f"{path} is no training checkpoint: it has no header; delete it to start afresh")
-    return unpack(tensors, json.loads(metadata["values"])), json.loads(metadata["header"])
+    header = json.loads(metadata["header"])
+    if kind is not None and header.get("kind") != kind:
+        raise ValueError(f"{path} is a checkpoint of kind {header.get('kind')!r}; expected one of a {kind}")
+    return unpack(tensors, json.loads(metadata["values"])), header
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Fill a module.
+
+    Raises:
+        ValueError: names or shapes differ; the first difference is told.
+    """
+    own = module.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        ours, theirs = (tuple(d[name].shape) if name in d else None for d in (own, weights))
+        if ours != theirs:
+            raise ValueError(f"{source} do not fit this model: {name} is {theirs} there, but {ours} here")
+    module.load_state_dict(dict(weights))
 
 
 def generator(*key: int) -> torch.Generator:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastcar.training import world
+from fastcar.training.settings import DecoderTraining, TokenizerTraining
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +27,6 @@ __all__ = ["add_train"]
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Give the ``train`` command its sub-commands."""
-    from fastcar.training.decoder import DecoderTraining
-    from fastcar.training.tokenizer import TokenizerTraining
-
     commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
     def command(name: str, train: Callable[[argparse.Namespace], Any], help: str) -> argparse.ArgumentParser:
@@ -58,7 +56,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default 250)")
         group = sub.add_argument_group("clips", "without --folder, clips of the rendered world")
         group.add_argument("--folder", type=Path, help="your own clips: videos and captions.csv or captions.jsonl")
-        group.add_argument("--size", type=int, default=64, help="side of a frame, a multiple of 8 (default 64)")
+        group.add_argument("--size", type=int, help="side of a frame, a multiple of 8 (default 64, or the tokenizer's)")
         group.add_argument("--frames", type=int, default=world.FRAMES, help="frames of a clip (default 8)")
 
     sub = command("tokenizer", _tokenizer, "Train the codec: frames to codes and back.")
@@ -70,8 +68,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--name", default="decoder", help="of this decoder run in the folder (default decoder)")
     sub.add_argument("--start-from", help="begin with the weights of another decoder run, or of a checkpoint folder")
     sub.add_argument("--tokenizer", default="tokenizer", help="the codec run whose codes it learns, or a folder")
-    sub.add_argument("--encode", type=int, default=12000, help="clips to encode (default 12000)")
-    sub.add_argument("--encode-firsts", type=int, default=40000, help="further first frames to encode (default 40000)")
+    sub.add_argument("--encode", type=int, help="clips of the rendered world to encode (default 12000)")
+    sub.add_argument("--encode-firsts", type=int, help="further first frames of it to encode (default 40000)")
     sub.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     sub = command("export", _export, "Write codec and decoder as a checkpoint folder for fastcar.load.")
     sub.add_argument("--name", default="decoder", help="of the decoder run (default decoder)")
@@ -81,7 +79,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--guidance", type=float, default=3.0, help="recommended guidance scale")
     sub.add_argument("--temperature", type=float, default=0.4, help="recommended temperature")
     sub.add_argument("--top-k", type=int, default=20, help="recommended top-k")
-    sub.add_argument("--max-age", type=int, help="recommended limit of replays in a row")
+    sub.add_argument("--max-age", type=int, help="recommended limit of replays in a row; 0: no limit")
     sub.add_argument("--tie-guidance", action="store_true", help="recommend that guidance pairs replay together")
 
 
@@ -93,12 +91,32 @@ def _chosen(args: argparse.Namespace) -> Any:
     return args.settings(**{f.name: getattr(args, f.name) for f in fields(args.settings) if hasattr(args, f.name)})
 
 
-def _sources(args: argparse.Namespace) -> tuple[ClipSource, ClipSource]:
+def _device(name: str) -> str:
+    """A device's name, checked by putting something there."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        told = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device {name} cannot be used here ({told}); use cpu, or cuda where there is a GPU"
+        ) from error
+    return name
+
+
+def _sources(args: argparse.Namespace, size: int) -> tuple[ClipSource, ClipSource]:
+    from fastcar.models.mini.model import MiniConfig
+    from fastcar.models.mini.text import WordTokenizer
     from fastcar.training.clips import FolderClips, WorldClips
 
     if args.folder:
-        return FolderClips.split(args.folder, args.size, args.frames)
-    if args.size != world.SIDE or args.frames != world.FRAMES:
+        sources = FolderClips.split(args.folder, size, args.frames)
+        reader = WordTokenizer((), MiniConfig(()).max_words)
+        for source in sources:
+            source.check_captions(reader.check)
+        return sources
+    if size != world.SIDE or args.frames != world.FRAMES:
         raise ValueError(f"the rendered world has {world.FRAMES} frames of {world.SIDE} px; --folder takes other sizes")
     return WorldClips("train"), WorldClips("validation")
 
@@ -111,17 +129,18 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.models.mini.codec import CodecConfig
     from fastcar.training.tokenizer import train_tokenizer
 
-    train, held_out = _sources(args)
+    training, device = _chosen(args), _device(args.device)
+    config = CodecConfig(size=args.size or world.SIDE)
+    train, held_out = _sources(args, config.size)
     output = args.run_dir / f"{args.name}.safetensors"
-    config = CodecConfig(size=args.size)
     _, quality = train_tokenizer(
         config,
-        _chosen(args),
+        training,
         train,
         held_out,
         output,
         start_from=_existing(args.run_dir / f"{args.start_from}.safetensors") if args.start_from else None,
-        device=args.device,
+        device=device,
         save_every=args.save_every,
         log=_log,
     )
@@ -141,7 +160,7 @@ def _codec(run_dir: Path, name: str, device: str) -> MiniCodec:
     path = run_dir / f"{name}.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} is missing; run 'fastcar train tokenizer --run-dir {run_dir}' first")
-    state, header = load_checkpoint(path)
+    state, header = load_checkpoint(path, "tokenizer")
     codec = MiniCodec(CodecConfig(**header["config"]))
     codec.load_state_dict(state["codec"])
     return codec.eval().to(device, memory_format=torch.channels_last)
@@ -152,13 +171,19 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.models.mini.text import WordTokenizer
     from fastcar.training.decoder import encode_clips, train_decoder
 
-    codec = _codec(args.run_dir, args.tokenizer, args.device)
-    train, held_out = _sources(args)
+    training, device = _chosen(args), _device(args.device)
+    codec = _codec(args.run_dir, args.tokenizer, device)
+    size = codec.config.size
+    if args.size not in (None, size):
+        raise ValueError(f"--size {args.size}, but the tokenizer was trained on frames of {size} px; leave --size out")
+    train, held_out = _sources(args, size)
     config = MiniConfig(words=tuple(_words(args, train)), frames=args.frames, codec=codec.config)
     tokenizer = WordTokenizer(config.words, config.max_words)
     codes = args.run_dir / "codes"
-    clips, firsts = args.encode, args.encode_firsts
+    clips, firsts = (12000 if args.encode is None else args.encode), (args.encode_firsts or 40000)
     if args.folder:
+        if args.encode is not None or args.encode_firsts is not None:
+            raise ValueError("--encode and --encode-firsts go with the rendered world; of a --folder all is encoded")
         clips = firsts = len(train)
     start = 0 if args.folder else 500_000  # first frames of other clips than those shown whole
     data = encode_clips(codec, tokenizer, train, 0, clips, codes / "clips.safetensors")
@@ -167,13 +192,13 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
     output = args.run_dir / f"{args.name}.safetensors"
     train_decoder(
         config,
-        _chosen(args),
+        training,
         data,
         first_frames,
         test,
         output,
         start_from=_weights(args),
-        device=args.device,
+        device=device,
         compile=not args.no_compile,
         save_every=args.save_every,
         log=_log,
@@ -192,7 +217,7 @@ def _weights(args: argparse.Namespace) -> dict[str, Tensor] | None:
     if Path(args.start_from).is_dir():
         return load(Path(args.start_from)).model.state_dict()
     path = _existing(args.run_dir / f"{args.start_from}.safetensors")
-    weights: dict[str, Tensor] = load_checkpoint(path)[0]["model"]
+    weights: dict[str, Tensor] = load_checkpoint(path, "decoder")[0]["model"]
     return weights
 
 
@@ -215,20 +240,27 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
 
     from fastcar.models.mini.load import config_from_dict, save
     from fastcar.models.mini.model import MiniModel
+    from fastcar.replay.config import ReplayConfig
     from fastcar.sampling import SamplingConfig
     from fastcar.training.checkpoint import load_checkpoint
+    from fastcar.training.decoder import codebook_digest
 
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"{args.output} is a file; --output must name a folder")
     codec = _codec(args.run_dir, args.tokenizer, "cpu")
     path = args.run_dir / f"{args.name}.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} is missing; run 'fastcar train decoder --run-dir {args.run_dir}' first")
-    state, header = load_checkpoint(path)
+    state, header = load_checkpoint(path, "decoder")
+    if header.get("codec", codebook_digest(codec)) != codebook_digest(codec):
+        raise ValueError(f"{path} was trained on the codes of another tokenizer than {args.tokenizer!r}; name that one")
     config = config_from_dict(header["config"])
     model = MiniModel(config)
     model.load_state_dict(state["model"])
     sampling = {"guidance": args.guidance, "temperature": args.temperature, "top_k": args.top_k}
     SamplingConfig(**sampling)
-    replay = {"score": "input", "max_age": args.max_age, "tie_guidance": args.tie_guidance}
+    replay = {"score": "input", "max_age": args.max_age or None, "tie_guidance": args.tie_guidance}
+    ReplayConfig(target_ratio=0.5, **replay)
     about = {
         "name": args.model_name or args.output.name,
         "sampling": sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -117,6 +117,19 @@ class FolderClips:
         train._entries = [entry for entry in whole._entries if entry.file not in held_out]
         validation._entries = [entry for entry in whole._entries if entry.file in held_out]
         return train, validation
+
+    def check_captions(self, check: Callable[[str], object]) -> None:
+        """Call ``check`` with every caption; a ValueError of it then names the line.
+
+        Raises:
+            ValueError: as ``check`` does.
+        """
+        entry = self._entries[0]
+        try:
+            for entry in self._entries:
+                check(entry.caption)
+        except ValueError as error:
+            raise ValueError(f"{self._captions}, line {entry.line}: {error}") from error
 
     @property
     def captions(self) -> list[str]:

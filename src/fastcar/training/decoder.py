@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,65 +23,34 @@ from tqdm import tqdm
 from fastcar.models.mini.codec import MiniCodec
 from fastcar.models.mini.model import MiniConfig, MiniModel
 from fastcar.models.mini.text import START, WordTokenizer
-from fastcar.training.checkpoint import generator, load_checkpoint, save_checkpoint
+from fastcar.training.checkpoint import generator, load_checkpoint, load_weights, save_checkpoint
 from fastcar.training.clips import ClipSource
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
+from fastcar.training.settings import DecoderTraining
 
 Draw = Callable[..., Tensor]
 
-__all__ = ["CodeClips", "DecoderTraining", "encode_clips", "train_decoder"]
-
-
-@dataclass(frozen=True)
-class DecoderTraining:
-    """How to train the decoder.
-
-    Attributes:
-        steps: optimiser steps in all.
-        clips: whole clips a step.
-        first_frames: first frames a step, beside those of the clips.
-        muon_rate, adam_rate: peak learning rates of matrices and of all else.
-        decay_from: share of the steps after which the rates fall linearly to 2 %.
-        drop_caption: share of rows whose caption is blanked, for classifier-free guidance.
-        corrupt: largest share of input codes replaced at random; each row draws its own share below it.
-        depth_weights: weight of each depth's cross-entropy; the last one holds for all deeper ones.
-        own: largest share of input tokens replaced by the model's own draws; each row draws its share below it. A
-            decoder that has only ever been fed true codes drifts when it is fed its own (scheduled sampling, in
-            parallel). Costs a forward pass more.
-        alignment: weight of the loss that aligns the temporal attention score with how little MLPs change.
-        replay_ratio: largest share of MLPs replayed while training; each step draws its own share below it.
-        seed: of weights and of the order of everything.
-    """
-
-    steps: int = 5000
-    clips: int = 8
-    first_frames: int = 24
-    muon_rate: float = 3e-3
-    adam_rate: float = 2e-3
-    weight_decay: float = 0.02
-    warmup: int = 100
-    decay_from: float = 0.55
-    drop_caption: float = 0.1
-    corrupt: float = 0.06
-    depth_weights: tuple[float, ...] = (1.0, 0.7)
-    own: float = 0.0
-    alignment: float = 0.0
-    replay_ratio: float = 0.0
-    seed: int = 0
-
-    def rate(self, step: int) -> float:
-        """The share of the peak rates that holds at a step."""
-        begin = self.decay_from * self.steps
-        fall = max(0.0, (step - begin) / max(1.0, self.steps - begin))
-        return min(1.0, (step + 1) / self.warmup) * (1 - 0.98 * fall)
+__all__ = ["CodeClips", "codebook_digest", "encode_clips", "train_decoder"]
 
 
 @dataclass(frozen=True)
 class CodeClips:
-    """Encoded clips: codes int64 or int16 [clips, F*N, D] and word ids int64 [clips, P]."""
+    """Encoded clips.
+
+    Attributes:
+        codes: int64 or int16 [clips, F*N, D].
+        words: word ids int64 [clips, P].
+        codec: digest of the codebook that the codes belong to.
+    """
 
     codes: Tensor
     words: Tensor
+    codec: str = ""
+
+
+def codebook_digest(codec: MiniCodec) -> str:
+    """SHA-256 of a codec's codebook: codes of equal digest mean the same."""
+    return hashlib.sha256(codec.codebook.detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
 def encode_clips(
@@ -94,13 +63,15 @@ def encode_clips(
     first_frames: bool = False,
 ) -> CodeClips:
     """Encode ``count`` clips of a source, or their first frames alone; or read them from ``cache`` if it has them."""
-    digest = hashlib.sha256(codec.codebook.cpu().numpy().tobytes()).hexdigest()
+    if count < 1:
+        raise ValueError(f"at least one clip must be encoded, got {count!r}")
+    digest = codebook_digest(codec)
     about = {"start": start, "count": count, "first_frames": first_frames, "source": repr(source)}
     header = {"kind": "codes", "codec": digest, "words": tokenizer.words, **about}
     if cache and cache.exists():
         state, found = load_checkpoint(cache)
         if found == json.loads(json.dumps(header)):
-            return CodeClips(state["codes"], state["words"])
+            return CodeClips(state["codes"], state["words"], digest)
     device = codec.codebook.device
     codes, words = [], []
     for begin in tqdm(range(start, start + count, 64), desc="encoding clips", file=sys.stderr, mininterval=5):
@@ -109,7 +80,7 @@ def encode_clips(
         with torch.autocast(device.type, torch.bfloat16):
             codes.append(codec.encode(frames).flatten(1, 2).to(torch.int16).cpu())
         words.append(torch.stack([tokenizer.encode(caption) for _, caption in clips]))
-    result = CodeClips(torch.cat(codes), torch.cat(words))
+    result = CodeClips(torch.cat(codes), torch.cat(words), digest)
     if cache:
         save_checkpoint(cache, {"codes": result.codes, "words": result.words}, header)
     return result
@@ -221,28 +192,33 @@ def train_decoder(
         start_from: the weights a new run begins with.
 
     Raises:
-        ValueError: ``output`` holds a run with other settings.
+        ValueError: ``output`` holds a run with other settings or of other codes, or ``start_from`` does not fit.
     """
-    free = replace(training, steps=0, decay_from=0.0)  # what may change between runs of one training
-    header = json.loads(json.dumps({"kind": "decoder", "config": asdict(config), "training": asdict(free)}))
+    if save_every < 1:
+        raise ValueError(f"save_every must be at least 1, got {save_every!r}")
+    fixed = {**asdict(training), "steps": 0, "decay_from": 0.0}  # these two may change between runs of one training
+    header = json.loads(json.dumps({"kind": "decoder", "config": asdict(config), "training": fixed}))
     torch.manual_seed(training.seed)
     model = MiniModel(config).to(device)
     optimisers = make_optimisers(model, training)
     step = 0
     if output.exists():
-        state, found = load_checkpoint(output)
+        state, found = load_checkpoint(output, "decoder")
         if {k: found.get(k) for k in header} != header:
             raise ValueError(f"{output} holds a run with other settings; delete it or choose another output")
+        if found.get("codec", data.codec) != data.codec:
+            raise ValueError(f"{output} was trained on another tokenizer's codes; name that one, or start a new run")
         step = found["step"]
         model.load_state_dict(state["model"])
         for optimiser, saved in zip(optimisers, (state["muon"], state["adam"]), strict=True):
             optimiser.load_state_dict({**optimiser.state_dict(), "state": saved})
     elif start_from:
-        model.load_state_dict(start_from)
+        load_weights(model, start_from, "the weights to start from")
 
     def save() -> None:
         muon, adam = (optimiser.state_dict()["state"] for optimiser in optimisers)
-        save_checkpoint(output, {"model": model.state_dict(), "muon": muon, "adam": adam}, {**header, "step": step})
+        tensors = {"model": model.state_dict(), "muon": muon, "adam": adam}
+        save_checkpoint(output, tensors, {**header, "codec": data.codec, "step": step})
 
     loss_of = torch.compile(cross_entropy, dynamic=False) if compile else cross_entropy
     draw = torch.compile(own_draws, dynamic=False) if compile else own_draws

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,38 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastcar.models.mini.codec import CodecConfig, MiniCodec
-from fastcar.training.checkpoint import generator, load_checkpoint, save_checkpoint
+from fastcar.training.checkpoint import generator, load_checkpoint, load_weights, save_checkpoint
 from fastcar.training.clips import ClipSource
+from fastcar.training.settings import TokenizerTraining
 
-__all__ = ["TokenizerTraining", "train_tokenizer"]
-
-
-@dataclass(frozen=True)
-class TokenizerTraining:
-    """How to train the codec. The defaults made the shipped one.
-
-    Attributes:
-        steps: optimiser steps in all; the learning rate follows a cosine over them.
-        batch: frames a step.
-        learning_rate: peak of AdamW's learning rate.
-        pool: clips held in memory; a new pool is drawn every ``refresh`` steps.
-        unquantised: steps before the codebook starts.
-        decay: of the codebook's running averages.
-        focus: above 0, places reconstructed worse than the mean weigh more, by their relative error to this power.
-        freeze_codes: train the decoder alone, for codes that others were already trained on.
-        seed: of weights, data order and restarts.
-    """
-
-    steps: int = 4000
-    batch: int = 64
-    learning_rate: float = 1.5e-3
-    pool: int = 2000
-    refresh: int = 1000
-    unquantised: int = 250
-    decay: float = 0.98
-    focus: float = 0.0
-    freeze_codes: bool = False
-    seed: int = 0
+__all__ = ["train_tokenizer"]
 
 
 class _Quantiser:
@@ -149,8 +122,10 @@ def train_tokenizer(
         The codec, and its PSNR on held-out frames in dB.
 
     Raises:
-        ValueError: ``output`` holds a run with other settings.
+        ValueError: ``output`` holds a run with other settings, or a checkpoint is none of a codec.
     """
+    if save_every < 1:
+        raise ValueError(f"save_every must be at least 1, got {save_every!r}")
     header = {"kind": "tokenizer", "config": asdict(config), "training": asdict(training)}
     torch.manual_seed(training.seed)
     codec = MiniCodec(config).to(device, memory_format=torch.channels_last)
@@ -158,16 +133,16 @@ def train_tokenizer(
     quantiser = _Quantiser(codec, training.decay)
     step = 0
     if output.exists():
-        state, found = load_checkpoint(output)
+        state, found = load_checkpoint(output, "tokenizer")
         if {k: found.get(k) for k in header} != header:
             raise ValueError(f"{output} holds a run with other settings; delete it or choose another output")
         step, quantiser.started = found["step"], found["started"]
         codec.load_state_dict(state["codec"])
         quantiser.count, quantiser.total = state["quantiser"]["count"], state["quantiser"]["total"]
         optimiser.load_state_dict({**optimiser.state_dict(), "state": state["optimiser"]})
-    elif start_from:
-        state, found = load_checkpoint(start_from)
-        codec.load_state_dict(state["codec"])
+    elif start_from is not None:
+        state, found = load_checkpoint(start_from, "tokenizer")
+        load_weights(codec, state["codec"], str(start_from))
         quantiser.count, quantiser.total = state["quantiser"]["count"], state["quantiser"]["total"]
         quantiser.started = found["started"]
 
@@ -225,6 +200,8 @@ def train_tokenizer(
                 log(f"step {step} loss {loss.item():.4f} psnr {db:.2f} codes {used} {time.monotonic() - saved:.0f}s")
             save()
     bar.close()
+    if not quantiser.started:  # only a run resumed with fewer steps than it takes to start the codebook
+        raise ValueError(f"{output}: the codebook was never started; train more than {training.unquantised} steps")
     return codec, psnr(codec, test)
 
 

@@ -221,10 +221,12 @@ def sample(
     """The scene and caption number ``index`` of a split. ``objects=None``: one object, two in a tenth of all clips.
 
     Raises:
-        ValueError: ``split`` is not one of ``SPLITS``.
+        ValueError: ``split`` is not one of ``SPLITS``, or more objects than find room.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; expected one of {', '.join(SPLITS)}")
+    if objects not in (None, 1, 2):
+        raise ValueError(f"objects must be 1, 2 or None, got {objects!r}")
     rng = np.random.default_rng([SPLITS.index(split), seed, index])
     count = objects if objects is not None else (2 if rng.random() < 0.1 else 1)
     while True:

@@ -60,14 +60,16 @@ class MiniVideoModel:
         self.tokenizer = WordTokenizer(config.words, config.max_words)
         self.sampling = SamplingConfig(**about.get("sampling", {}))
         self.calibration: dict[str, Any] = about.get("replay", {})
+        self.recommended_replay(0.5)  # a calibration that says nonsense is told now
 
     def geometry(self, frames: int) -> Geometry:
         return Geometry(frames, self.config.codec.tokens_per_frame, prefix=self.config.max_words)
 
     def check_prompt(self, prompt: str) -> list[str]:
-        if not self.tokenizer.split(prompt):
-            raise ValueError(f"the prompt {prompt!r} has no words; say what the clip shall show")
-        self.tokenizer.encode(prompt)
+        try:
+            self.tokenizer.check(prompt)
+        except ValueError as error:
+            raise ValueError(f"the prompt {error}") from error
         strange = self.tokenizer.unknown(prompt)
         return [
             f"{self.name} does not know the word {word!r}"
@@ -107,6 +109,10 @@ def config_from_dict(values: dict[str, Any]) -> MiniConfig:
     """Undo ``dataclasses.asdict`` of a :class:`MiniConfig`."""
     values = dict(values)
     values["words"] = tuple(values["words"])
+    if not all(isinstance(word, str) for word in values["words"]):
+        raise TypeError("words must be texts")
+    if not all(isinstance(values[name], int) for name in ("frames", "max_words", "code_dim") if name in values):
+        raise TypeError("frames, max_words and code_dim must be whole numbers")
     values["codec"] = CodecConfig(**values["codec"])
     values["decoder"] = DecoderConfig(**values["decoder"])
     return MiniConfig(**values)
@@ -146,9 +152,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> MiniVideoModel:
         for module, prefix in ((model, "model."), (codec, "codec.")):
             part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             module.load_state_dict(part)
-    except (KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: config and weights do not fit ({error})") from error
-    return MiniVideoModel(config, model.to(dtype), codec.to(dtype), about)
+        return MiniVideoModel(config, model.to(dtype), codec.to(dtype), about)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"{folder}: config and weights do not fit ({told[:300]})") from error
 
 
 def save(
@@ -158,13 +165,13 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
     tensors |= {f"codec.{k}": v for k, v in codec.state_dict().items()}
-    beside = folder / f".{WEIGHTS}.{os.getpid()}"
+    beside, config_beside = folder / f".{WEIGHTS}.{os.getpid()}", folder / f".config.json.{os.getpid()}"
     try:
         beside.write_bytes(to_bytes({k: v.to(dtype).contiguous() for k, v in tensors.items()}))
         text = {"family": MiniVideoModel.family, **about, "sha256": _digest(beside), "model": asdict(config)}
-        config_beside = folder / f".config.json.{os.getpid()}"
         config_beside.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, folder / WEIGHTS)
         os.replace(config_beside, folder / "config.json")
     finally:
-        beside.unlink(missing_ok=True)
+        for file in (beside, config_beside):
+            file.unlink(missing_ok=True)

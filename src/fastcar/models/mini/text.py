@@ -30,15 +30,27 @@ class WordTokenizer:
         strange = dict.fromkeys(word for word in self.split(caption) if word not in self.ids)
         return {word: difflib.get_close_matches(word, self.words, n=3, cutoff=0.5) for word in strange}
 
+    def check(self, caption: str) -> None:
+        """Whether a caption can be read.
+
+        Raises:
+            ValueError: the caption has no words, or more than the model reads.
+        """
+        count = len(self.split(caption))
+        if count == 0:
+            raise ValueError(f"{caption!r} has no words; say what the clip shall show")
+        if count >= self.max_words:
+            raise ValueError(
+                f"{caption!r} has {count} words, but this model reads at most {self.max_words - 1}; shorten it"
+            )
+
     def encode(self, caption: str) -> Tensor:
         """One caption to int64 [max_words]: padding, words, start. The empty caption is the blank of guidance.
 
         Raises:
-            ValueError: the caption has more words than the model reads.
+            ValueError: as :meth:`check`, but for the empty caption.
         """
+        if caption:
+            self.check(caption)
         ids = [self.ids.get(word, UNKNOWN) for word in self.split(caption)]
-        if len(ids) >= self.max_words:
-            raise ValueError(
-                f"the prompt has {len(ids)} words, but this model reads at most {self.max_words - 1}; shorten it"
-            )
         return torch.tensor([PAD] * (self.max_words - 1 - len(ids)) + ids + [START])

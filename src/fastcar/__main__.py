@@ -1,0 +1,7 @@
+"""``python -m fastcar``."""
+
+import sys
+
+from fastcar.cli import main
+
+sys.exit(main())
