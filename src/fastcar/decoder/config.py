@@ -36,8 +36,8 @@ class DecoderConfig:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number from 1 on, got {getattr(self, name)!r}")
         for name in ("rms_norm_eps", "rope_theta"):
-            if not isinstance(getattr(self, name), (int, float)) or getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
+            if not isinstance(getattr(self, name), (int, float)) or not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a finite number from 0 on, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads!r}) must be a multiple of kv_heads ({self.kv_heads!r})")
         if self.head_dim % 2:
