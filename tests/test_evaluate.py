@@ -17,6 +17,9 @@ def test_frozen_truth_does_not_move():
     still = [scene.sprites[0].motion == "still" for scene in run.scenes]
     assert [j.motion for j in run.judgements] == still
     assert run.summary()["colour"]["mean"] == 1
+    motions = run.details()["motion"]
+    assert sum(of for _, of in motions.values()) == 20 and motions["still"][0] == motions["still"][1] == sum(still)
+    assert all(right == 0 for name, (right, _) in motions.items() if name != "still")
 
 
 def test_prompts_are_held_out():
@@ -26,8 +29,11 @@ def test_prompts_are_held_out():
 
 
 def test_the_command_prints_means_and_intervals(capsys):
-    assert main(["evaluate", "world", "--rendered", "--prompts", "5", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["evaluate", "world", "--rendered", "--prompts", "5", "--details", "--json"]) == 0
+    out = capsys.readouterr().out
+    document = json.loads(out.splitlines()[-1])
+    motion, (right, of) = next(iter(document["details"]["motion"].items()))
+    assert f"{motion} {right}/{of}" in out
     for name in ("colour", "shape", "motion", "background"):
         assert {"mean", "low", "high"} <= set(document[name])
         assert 0 <= document[name]["low"] <= document[name]["mean"] <= document[name]["high"] <= 1

@@ -14,6 +14,7 @@ from fastcar.training.checkpoint import load_checkpoint, pack, save_checkpoint, 
 from fastcar.training.decoder import (
     CodeClips,
     draw_batch,
+    emphasis,
     encode_clips,
     feed_own,
     own_draws,
@@ -199,6 +200,23 @@ def test_a_broken_checkpoint_is_named(tmp_path):
     (tmp_path / "c").write_bytes(b"\x80\x04 no tensors")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         load_checkpoint(tmp_path / "c")
+
+
+def test_emphasised_words_are_drawn_more_often(tiny_config):
+    tokenizer = WordTokenizer(tiny_config.words, 4)
+    captions = ["a red circle", "a red circle circling", "a red circle diagonally", "a red circle circling diagonally"]
+    words = torch.stack([WordTokenizer(tiny_config.words, 8).encode(caption) for caption in captions])
+    data = CodeClips(torch.arange(4)[:, None, None].expand(4, 2, 2), words)
+    training = DecoderTraining(emphasis=("circling=6", "diagonally=2"), drop_caption=0.0, corrupt=0.0)
+    weights = emphasis(data, training, tokenizer.words)
+    assert weights.tolist() == [1, 6, 2, 6]
+    drawn = draw_batch(data, 3000, 2, training, 24, torch.Generator().manual_seed(0), weights)[1][:, 0, 0]
+    assert (drawn.bincount() / 3000).tolist() == pytest.approx([1 / 15, 6 / 15, 2 / 15, 6 / 15], abs=0.03)
+    assert emphasis(data, DecoderTraining(), tokenizer.words) is None
+    with pytest.raises(ValueError, match="'zebra'"):
+        emphasis(data, DecoderTraining(emphasis=("zebra=2",)), tokenizer.words)
+    with pytest.raises(ValueError, match="word=times"):
+        DecoderTraining(emphasis=("circling",))
 
 
 def test_own_draws_replace_a_share_of_what_is_fed(tiny_config):

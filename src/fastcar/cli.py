@@ -112,6 +112,7 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--split", choices=["validation", "test"], default="test", help="which held-out prompts")
     sub.add_argument("--objects", type=int, choices=[1, 2], default=1, help="objects in a scene")
     sub.add_argument("--batch", type=int, default=25, help="clips generated together")
+    sub.add_argument("--details", action="store_true", help="also print every colour, shape and motion apart")
     sub.add_argument("--frozen", action="store_true", help="repeat each clip's first frame (a control)")
     sub.add_argument("--reconstructed", action="store_true", help="judge rendered truth through the codec instead")
     sub.add_argument("--rendered", action="store_true", help="judge rendered truth instead: measures the measuring")
@@ -341,8 +342,11 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
         print(f"reconstruction of the rendered scenes {result.reconstruction_psnr:.2f} dB")
     for name, s in summary.items():
         print(f"{name:18} {s['mean']:.3f}  [{s['low']:.3f}, {s['high']:.3f}]")
+    if args.details:
+        for name, counts in result.details().items():
+            print(f"{name:18} " + ", ".join(f"{value} {right}/{of}" for value, (right, of) in counts.items()))
     about = {"prompts": args.prompts, "split": args.split, "seed": args.seed, "replay_ratio": result.replay_ratio}
-    return {**about, "reconstruction_psnr": result.reconstruction_psnr, **summary}
+    return {**about, "reconstruction_psnr": result.reconstruction_psnr, **summary, "details": result.details()}
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:

@@ -43,6 +43,18 @@ class WorldEvaluation:
         """``colour``, ``shape``, ``motion``, ``background``: mean and 95 % Wilson interval."""
         return adherence(self.judgements)
 
+    def details(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """For ``colour``, ``shape`` and ``motion``: of the first sprites that ask for each value, (right, all)."""
+        details: dict[str, dict[str, tuple[int, int]]] = {}
+        for name in ("colour", "shape", "motion"):
+            counts: dict[str, tuple[int, int]] = {}
+            for scene, judgement in zip(self.scenes, self.judgements, strict=True):
+                value = getattr(scene.sprites[0], name)
+                right, of = counts.get(value, (0, 0))
+                counts[value] = (right + getattr(judgement, name), of + 1)
+            details[name] = dict(sorted(counts.items()))
+        return details
+
 
 def held_out_prompts(
     count: int, seed: int = 0, split: str = "test", objects: int = 1

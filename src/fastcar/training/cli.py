@@ -48,7 +48,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
                 continue
             sub.add_argument(
                 option,
-                type=_floats if kind is tuple else kind,
+                type=_floats if field.name == "depth_weights" else _words_of if kind is tuple else kind,
                 default=argparse.SUPPRESS,
                 help=f"default {field.default}",
             )
@@ -85,6 +85,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def _floats(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
+
+
+def _words_of(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
 
 
 def _chosen(args: argparse.Namespace) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,10 +87,23 @@ def encode_clips(
 
 
 def draw_batch(
-    data: CodeClips, rows: int, tokens: int, training: DecoderTraining, size: int, rng: torch.Generator
+    data: CodeClips,
+    rows: int,
+    tokens: int,
+    training: DecoderTraining,
+    size: int,
+    rng: torch.Generator,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random rows: ``(word ids, codes to foretell, codes to feed)``; some captions blank, some fed codes wrong."""
-    pick = torch.randint(len(data.codes), (rows,), generator=rng)
+    """Random rows: ``(word ids, codes to foretell, codes to feed)``; some captions blank, some fed codes wrong.
+
+    Args:
+        weights: float [clips], how often each is drawn against the others; equally if not given.
+    """
+    if weights is None:
+        pick = torch.randint(len(data.codes), (rows,), generator=rng)
+    else:
+        pick = torch.multinomial(weights, rows, replacement=True, generator=rng)
     words, target = data.words[pick].clone(), data.codes[pick, :tokens].long()
     blank = torch.rand(rows, generator=rng) < training.drop_caption
     words[blank] = 0
@@ -99,6 +112,25 @@ def draw_batch(
     wrong = torch.rand(rows, tokens, generator=rng) < share
     noise = torch.randint(size, target.shape, generator=rng)
     return words, target, torch.where(wrong[..., None], noise, target)
+
+
+def emphasis(data: CodeClips, training: DecoderTraining, vocabulary: Sequence[str]) -> Tensor | None:
+    """Weights for :func:`draw_batch`, float [clips]; None without emphasis.
+
+    Raises:
+        ValueError: an emphasised word is not in the vocabulary.
+    """
+    times = training.times()
+    if not times:
+        return None
+    tokenizer = WordTokenizer(vocabulary, 1)
+    weights = torch.zeros(len(data.words))
+    for word, count in times.items():
+        if word not in tokenizer.ids:
+            raise ValueError(f"emphasis names {word!r}, which no caption holds")
+        has = (data.words == tokenizer.ids[word]).any(1)
+        weights = torch.where(has, weights.clamp(min=count), weights)
+    return torch.where(weights > 0, weights, 1.0)
 
 
 def cross_entropy(model: MiniModel, words: Tensor, target: Tensor, fed: Tensor) -> Tensor:
@@ -226,19 +258,22 @@ def train_decoder(
     weights = torch.tensor(training.depth_weights)
     weights = weights[torch.arange(config.codec.depth).clamp(max=len(weights) - 1)].to(device)
     clip = data.codes.shape[1]
+    parts = [
+        (data, emphasis(data, training, config.words), training.clips, clip),
+        (firsts, emphasis(firsts, training, config.words), training.first_frames, frame),
+    ]
+    tokens = sum(n * length for *_, n, length in parts)
     bar = tqdm(total=training.steps, initial=step, desc="decoder", file=sys.stderr, mininterval=10)
     while step < training.steps:
         rng = generator(training.seed, step)
         for optimiser, peak in zip(optimisers, (training.muon_rate, training.adam_rate), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = peak * training.rate(step)
-        parts = [(data, training.clips, clip), (firsts, training.first_frames, frame)]
-        tokens = sum(n * length for _, n, length in parts)
         shown = 0.0
-        for source, n, length in parts:
+        for source, often, n, length in parts:
             if n == 0:
                 continue
-            batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng)]
+            batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng, often)]
             if training.own:
                 words, target, fed = batch
                 with torch.autocast(device, torch.bfloat16):

@@ -61,6 +61,7 @@ class DecoderTraining:
             parallel). Costs a forward pass more.
         alignment: weight of the loss that aligns the temporal attention score with how little MLPs change.
         replay_ratio: largest share of MLPs replayed while training; each step draws its own share below it.
+        emphasis: words whose captions are drawn more often, as ``word=times``; the largest of a caption's counts.
         seed: of weights and of the order of everything.
     """
 
@@ -78,16 +79,31 @@ class DecoderTraining:
     own: float = 0.0
     alignment: float = 0.0
     replay_ratio: float = 0.0
+    emphasis: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check(self, at_least_one=("steps", "warmup"), positive=("muon_rate", "adam_rate"))
         _check(self, not_negative=("clips", "first_frames", "weight_decay", "decay_from", "alignment", "seed"))
         _check(self, shares=("drop_caption", "corrupt", "own", "replay_ratio"))
+        self.times()
         if self.clips + self.first_frames < 1:
             raise ValueError("clips and first_frames are both 0, so that a step would see nothing")
         if not all(weight >= 0 for weight in self.depth_weights) or not any(self.depth_weights):
             raise ValueError(f"depth_weights must be numbers from 0 on, not all 0, got {self.depth_weights!r}")
+
+    def times(self) -> dict[str, float]:
+        """How many times as often captions with a word are drawn."""
+        times = {}
+        for item in self.emphasis:
+            word, _, number = item.partition("=")
+            try:
+                times[word] = float(number)
+            except ValueError:
+                times[word] = 0.0
+            if not word or not 0 < times[word] < float("inf"):
+                raise ValueError(f"emphasis must list word=times, times above 0, got {item!r}")
+        return times
 
     def rate(self, step: int) -> float:
         """The share of the peak rates that holds at a step."""
