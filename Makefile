@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	mkdir -p $(OUT)
 	$(BIN)/fastcar generate "$(PROMPT)" -o $(OUT)/clip.mp4
-	$(BIN)/fastcar compare "$(PROMPT)" --replay 0.8 -o $(OUT)
+	$(BIN)/fastcar compare "$(PROMPT)" --replay 0.5 -o $(OUT)
 
 # Two workers of one thread each: more threads than cores would make them wait for one another.
 test: setup

@@ -78,7 +78,12 @@ def test_thresholds_by_layer(run):
 
 def test_unknown_words_warn_and_go_on(run):
     code, _, err = run("generate", "a rad circle moving right", "-o", "c.gif")
-    assert code == 0 and "'rad'" in err and "red" in err
+    assert code == 0 and "'rad'" in err and "red" in err and "knows the words" not in err
+
+
+def test_a_word_like_no_known_one_shows_all_words(run):
+    code, _, err = run("generate", "zzyzx", "-o", "c.gif")
+    assert code == 0 and "'zzyzx'" in err and "knows the words a " in err
 
 
 def test_compare(run, tmp_path):
@@ -87,15 +92,18 @@ def test_compare(run, tmp_path):
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "both").iterdir()) == ["compare.png", "dense.mp4", "replay.mp4"]
     assert document["dense"]["replay_ratio"] == 0 < document["replay"]["replay_ratio"]
-    assert document["speedup"] == pytest.approx(
+    assert len(document["speedups"]) == 3 and document["speedup"] == sorted(document["speedups"])[1]
+    assert document["speedups"][0] == pytest.approx(
         document["dense"]["seconds_decode"] / document["replay"]["seconds_decode"]
     )
     assert document["ssim"] <= 1 and (document["psnr"] is None or document["psnr"] > 0)
 
 
 def test_comparing_with_a_dense_clip_finds_no_difference(run):
-    _, out, _ = run("compare", PROMPT, "--threshold", "inf", "-o", "both", "--no-ceiling", "--json")
+    words = ["--threshold", "inf", "--no-ceiling", "--rounds", "1"]
+    _, out, _ = run("compare", PROMPT, *words, "-o", "both", "--json")
     document = json.loads(out.splitlines()[-1])
+    assert len(document["speedups"]) == 1
     assert document["psnr"] is None and document["ssim"] == 1 and document["speedup_ceiling"] is None
 
 
@@ -117,7 +125,7 @@ def test_info(run):
         (["generate", PROMPT, "-o", "c.mp4", "--threshold", "1,2"], "2 values"),
         (["generate", PROMPT, "-o", "c.mp4", "--replay", "1.2"], "1.2"),
         (["generate", PROMPT, "-o", "c.mp4", "--replay", "0.5", "--threshold", "1"], "not both"),
-        (["generate", PROMPT, "-o", "c.mp4", "--score", "tas"], "only matter with"),
+        (["generate", PROMPT, "-o", "c.mp4", "--score", "tas"], "--score: only with"),
         (["generate", PROMPT, "-o", "c.mp4", "--replay", "0.5", "--score", "best"], "'best'"),
         (["generate", PROMPT, "-o", "c.mp4", "--count", "0"], "--count"),
         (["generate", PROMPT, "-o", "c.mp4", "--dtype", "int3"], "int3"),
@@ -128,6 +136,7 @@ def test_info(run):
         (["evaluate", "world", "--prompts", "0"], "prompts"),
         (["compare", PROMPT, "-o", "both", "--frames", "0"], "frames"),
         (["compare", PROMPT, "-o", "both", "--replay", "2"], "2.0"),
+        (["compare", PROMPT, "-o", "both", "--rounds", "0"], "rounds"),
         (["generate", PROMPT, "-o", "c.mp4", "--threshold", "none"], "leave it out"),
         (["generate", PROMPT, "-o", "c.mp4", "--frames", "100000000000"], "GiB"),
         (["generate", PROMPT, "-o", "c.mp4", "--temperature", "1e-38"], "temperature"),

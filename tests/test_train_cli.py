@@ -1,12 +1,17 @@
 """From a user's own folder of captioned videos to a checkpoint that makes clips, by commands alone."""
 
 import json
+import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
+import torch
 
 import fastcar
 from fastcar.cli import main
+from fastcar.training.precision import mixed_precision
+from fastcar.training.settings import DecoderTraining, TokenizerTraining
 from fastcar.video import write_video
 
 
@@ -105,3 +110,22 @@ def test_what_is_missing_is_said(words, shown, tmp_path, monkeypatch, capsys):
     assert main(words) == 2
     assert shown in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "decoder"])
+def test_help_says_what_every_setting_means(part, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", part, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    settings = {"tokenizer": TokenizerTraining, "decoder": DecoderTraining}[part]
+    for field in fields(settings):
+        option = f"--{field.name.replace('_', '-')} "
+        assert re.search(rf"{option}(?:[A-Z_]+ )?[a-z].* ?(?:\(default|--|$)", text), option
+    assert "``" not in text
+
+
+def test_bfloat16_is_used_only_where_it_is_multiplied(monkeypatch):
+    for name, used in ((None, False), ("avx512_f", False), ("avx512_bf16", True), ("amx_bf16", True)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=name: {name: True}, raising=False)
+        with mixed_precision("cpu"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (torch.bfloat16 if used else torch.float32)

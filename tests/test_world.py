@@ -156,6 +156,14 @@ def test_trajectories_by_hand(motion, variant, first, second, last):
     assert [tuple(path[t]) for t in (0, 1, 7)] == [first, second, last]
 
 
+def test_orbits_are_around_the_centre_so_that_the_first_frame_tells_the_second():
+    orbits = [world.sample("train", 0, i, objects=1)[0].sprites[0] for i in range(400)]
+    orbits = [sprite for sprite in orbits if sprite.motion == "circling"]
+    paths = np.stack([world.trajectory(sprite)[:, :2] for sprite in orbits])
+    assert np.allclose(paths.mean(1), SIDE / 2)
+    assert len(np.unique(paths[:, 0], axis=0)) == 8
+
+
 def test_longer_clips_go_on():
     path = world.trajectory(Sprite("star", "red", "large", "circling", 32, 32, 3), frames=17)
     assert np.array_equal(path[:8], path[8:16])

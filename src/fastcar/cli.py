@@ -38,26 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     try:
         args = _build_parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
-        return _run(args)
+        result = args.run(args)
+        if args.json:
+            print(json.dumps(result))
+        return 0
     except KeyboardInterrupt:
         print("fastcar: interrupted; nothing half-written is left", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        result = args.run(args)
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"fastcar {args.command}: error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(result))
-    return 0
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -98,9 +91,10 @@ def _build_parser() -> argparse.ArgumentParser:
     sub = command("compare", _compare, "make a clip densely and with replay, and compare speed and frames")
     sub.add_argument("prompt")
     _add_model(sub)
-    _add_replay(sub)
+    _add_replay(sub, without="--replay 0.5 is taken")
     _add_sampling(sub)
     sub.add_argument("-o", "--output", type=Path, default=Path("compare"), help="folder for clips and sheet")
+    sub.add_argument("--rounds", type=int, default=3, help="how often each side is timed, in turns (default 3)")
     sub.add_argument("--no-ceiling", action="store_true", help="do not measure the speed with every MLP replayed")
 
     sub = command("evaluate", _evaluate, "measure how well clips show what held-out prompts say")
@@ -143,8 +137,8 @@ def _add_sampling(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, help="1 keeps all")
 
 
-def _add_replay(sub: argparse.ArgumentParser) -> None:
-    group = sub.add_argument_group("replay", "without --replay or --threshold every MLP is computed")
+def _add_replay(sub: argparse.ArgumentParser, without: str = "every MLP is computed") -> None:
+    group = sub.add_argument_group("replay", f"without --replay or --threshold {without}")
     group.add_argument("--replay", type=float, metavar="R", help="share of MLPs to replay, 0..1 (steered to be met)")
     group.add_argument(
         "--threshold", metavar="T[,T...]", help="replay at this score; one, or one per layer ('none': computes)"
@@ -170,6 +164,8 @@ def _replay_config(args: argparse.Namespace, pipe: Pipeline) -> ReplayConfig | N
         said["tie_guidance"] = args.tie_guidance
     if args.replay is not None and args.threshold is not None:
         raise ValueError("give --replay or --threshold, not both")
+    if args.replay is not None and not 0 <= args.replay <= 1:
+        raise ValueError(f"--replay takes a share in 0..1, got {args.replay}; 0.5 replays half of the MLPs")
     if args.replay is not None:
         return replaced(pipe.model.recommended_replay(args.replay), **said)
     if args.threshold is not None:
@@ -178,7 +174,8 @@ def _replay_config(args: argparse.Namespace, pipe: Pipeline) -> ReplayConfig | N
             raise ValueError("--threshold none replays nothing; leave it out, or give one value per layer")
         return ReplayConfig(threshold=values[0] if len(values) == 1 else values, **said)
     if said:
-        raise ValueError(f"{', '.join(said)} only matter with --replay or --threshold; add one of them")
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        raise ValueError(f"{options}: only with --replay or --threshold; add one of them")
     return None
 
 
@@ -264,7 +261,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.video import check_output
 
     if args.replay is None and args.threshold is None:
-        args.replay = 0.8
+        args.replay = 0.5
     sheet = args.output / "compare.png"
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"{args.output} is a file; --output must name a folder")
@@ -276,7 +273,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     existing = next(folder for folder in (args.output, *args.output.absolute().parents) if folder.exists())
     for name in ("dense.mp4", "replay.mp4", sheet.name):
         check_output(existing / name)
-    with _bar(frames * (2 if args.no_ceiling else 3), "generating") as bar:
+    with _bar(frames * (2 if args.no_ceiling else 3) * max(1, args.rounds), "generating") as bar:
 
         def progress(name: str) -> Callable[[int, int], None]:
             def update(done: int, total: int) -> None:
@@ -290,6 +287,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
             args.prompt,
             config,
             ceiling=not args.no_ceiling,
+            rounds=args.rounds,
             seed=args.seed,
             progress=progress,
             **_sampling(args),

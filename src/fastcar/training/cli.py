@@ -7,6 +7,8 @@ Every command goes on from what the folder holds.
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -40,17 +42,19 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
     def settings(sub: argparse.ArgumentParser, of: type) -> None:
         sub.set_defaults(settings=of)
+        meanings = _meanings(of)
         for field in fields(of):
             kind: Any = type(field.default)
             option = f"--{field.name.replace('_', '-')}"
             if kind is bool:
-                sub.add_argument(option, action="store_true", default=argparse.SUPPRESS)
+                sub.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=meanings[field.name])
                 continue
+            default = ",".join(map(str, field.default)) if kind is tuple else field.default
             sub.add_argument(
                 option,
                 type=_floats if field.name == "depth_weights" else _words_of if kind is tuple else kind,
                 default=argparse.SUPPRESS,
-                help=f"default {field.default}",
+                help=f"{meanings[field.name]} (default {default if default != '' else 'none'})".replace("%", "%%"),
             )
         sub.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
         sub.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default 250)")
@@ -81,6 +85,16 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-k", type=int, default=20, help="recommended top-k")
     sub.add_argument("--max-age", type=int, help="recommended limit of replays in a row; 0: no limit")
     sub.add_argument("--tie-guidance", action="store_true", help="recommend that guidance pairs replay together")
+
+
+def _meanings(of: type) -> dict[str, str]:
+    """What the docstring of a settings class says of each attribute."""
+    text = inspect.getdoc(of) or ""
+    meanings = {}
+    for names, meaning in re.findall(r"^    ([a-z_, ]+): (.+(?:\n {8}.+)*)", text, re.MULTILINE):
+        for name in names.split(", "):
+            meanings[name] = " ".join(meaning.replace("``", "").split()).rstrip(".")
+    return meanings
 
 
 def _floats(text: str) -> tuple[float, ...]:

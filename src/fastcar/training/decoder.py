@@ -25,6 +25,7 @@ from fastcar.models.mini.model import MiniConfig, MiniModel
 from fastcar.models.mini.text import START, WordTokenizer
 from fastcar.training.checkpoint import generator, load_checkpoint, load_weights, save_checkpoint
 from fastcar.training.clips import ClipSource
+from fastcar.training.precision import mixed_precision
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 from fastcar.training.settings import DecoderTraining
 
@@ -77,7 +78,7 @@ def encode_clips(
     for begin in tqdm(range(start, start + count, 64), desc="encoding clips", file=sys.stderr, mininterval=5):
         clips = [source.get(i % len(source)) for i in range(begin, min(begin + 64, start + count))]
         frames = torch.from_numpy(np.stack([clip[:1] if first_frames else clip for clip, _ in clips])).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device.type):
             codes.append(codec.encode(frames).flatten(1, 2).to(torch.int16).cpu())
         words.append(torch.stack([tokenizer.encode(caption) for _, caption in clips]))
     result = CodeClips(torch.cat(codes), torch.cat(words), digest)
@@ -195,7 +196,7 @@ def validate(model: MiniModel, data: CodeClips, frame: int) -> str:
     device = next(model.parameters()).device
     for words, codes in zip(data.words.split(8), data.codes.split(8), strict=True):
         codes = codes.long().to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device.type):
             losses.append(cross_entropy(model, words.to(device), codes, codes))
     loss = torch.cat(losses)
     first, later = loss[:, :frame].mean((0, 1)), loss[:, frame:].mean((0, 1))
@@ -263,6 +264,8 @@ def train_decoder(
         (firsts, emphasis(firsts, training, config.words), training.first_frames, frame),
     ]
     tokens = sum(n * length for *_, n, length in parts)
+    if step >= training.steps and log:
+        log(f"{output} is trained already: {step} steps; more steps go on from there")
     bar = tqdm(total=training.steps, initial=step, desc="decoder", file=sys.stderr, mininterval=10)
     while step < training.steps:
         rng = generator(training.seed, step)
@@ -276,10 +279,10 @@ def train_decoder(
             batch = [t.to(device) for t in draw_batch(source, n, length, training, size, rng, often)]
             if training.own:
                 words, target, fed = batch
-                with torch.autocast(device, torch.bfloat16):
+                with mixed_precision(device):
                     batch = [words, target, feed_own(model, words, target, fed, training.own, rng, draw)]
             aligned = torch.zeros((), device=device)
-            with torch.autocast(device, torch.bfloat16):
+            with mixed_precision(device):
                 if length > frame and (training.alignment or training.replay_ratio):
                     ratio = training.replay_ratio * torch.rand((), generator=rng).item()
                     words, target, fed = batch

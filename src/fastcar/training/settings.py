@@ -9,13 +9,14 @@ __all__ = ["DecoderTraining", "TokenizerTraining"]
 
 @dataclass(frozen=True)
 class TokenizerTraining:
-    """How to train the codec. The defaults made the shipped one.
+    """How to train the codec.
 
     Attributes:
         steps: optimiser steps in all; the learning rate follows a cosine over them.
         batch: frames a step.
         learning_rate: peak of AdamW's learning rate.
-        pool: clips held in memory; a new pool is drawn every ``refresh`` steps.
+        pool: clips held in memory.
+        refresh: steps after which a new pool is drawn.
         unquantised: steps before the codebook starts.
         decay: of the codebook's running averages.
         focus: above 0, places reconstructed worse than the mean weigh more, by their relative error to this power.
@@ -39,7 +40,8 @@ class TokenizerTraining:
         _check(self, not_negative=("unquantised", "focus", "seed"), shares=("decay",))
         if self.unquantised >= self.steps:
             raise ValueError(
-                f"the codebook starts after unquantised={self.unquantised!r}; so steps={self.steps!r} is too few"
+                f"the codebook starts after unquantised={self.unquantised!r} steps, so steps={self.steps!r} is too "
+                "few; raise steps, or lower unquantised (0 starts at once)"
             )
 
 
@@ -52,6 +54,8 @@ class DecoderTraining:
         clips: whole clips a step.
         first_frames: first frames a step, beside those of the clips.
         muon_rate, adam_rate: peak learning rates of matrices and of all else.
+        weight_decay: of the matrices of the blocks, in proportion to the rate.
+        warmup: steps over which the rates rise to their peak.
         decay_from: share of the steps after which the rates fall linearly to 2 %.
         drop_caption: share of rows whose caption is blanked, for classifier-free guidance.
         corrupt: largest share of input codes replaced at random; each row draws its own share below it.

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from fastcar.models.mini.codec import CodecConfig, MiniCodec
 from fastcar.training.checkpoint import generator, load_checkpoint, load_weights, save_checkpoint
 from fastcar.training.clips import ClipSource
+from fastcar.training.precision import mixed_precision
 from fastcar.training.settings import TokenizerTraining
 
 __all__ = ["train_tokenizer"]
@@ -155,6 +156,8 @@ def train_tokenizer(
 
     test = torch.from_numpy(np.stack([held_out.get(i % len(held_out))[0][i % 2] for i in range(128)])).to(device)
     pool, drawn = None, -1
+    if step >= training.steps and log:
+        log(f"{output} is trained already: {step} steps; more steps go on from there")
     bar = tqdm(total=training.steps, initial=step, desc="tokenizer", file=sys.stderr, mininterval=5)
     saved = time.monotonic()
     while step < training.steps:
@@ -169,7 +172,7 @@ def train_tokenizer(
         rate = training.learning_rate * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / training.steps))
         for group in optimiser.param_groups:
             group["lr"] = max(rate, 1e-5)
-        with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(not training.freeze_codes):
+        with mixed_precision(device), torch.set_grad_enabled(not training.freeze_codes):
             latents = codec.latents(x).float()
         if step == training.unquantised and not quantiser.started:
             with torch.no_grad():
@@ -181,7 +184,7 @@ def train_tokenizer(
             quantised, residuals = quantiser(latents)
             commitment = F.mse_loss(latents, quantised)
             through = latents + (quantised - latents).detach()
-        with torch.autocast(device, torch.bfloat16):
+        with mixed_precision(device):
             y = codec.pixels(through)
         loss = _loss(y.float(), x, training.focus) + 0.25 * commitment
         optimiser.zero_grad(set_to_none=True)

@@ -261,7 +261,10 @@ def _random_sprite(rng: np.random.Generator, frames: int) -> Sprite:
         high = np.floor((SIDE - reach - path[:, :2].max(0)) / GRID)
         if (low > high).any():
             low = high = np.round((low + high) / 2)
-        x, y = (GRID * rng.integers(low, high + 1)).tolist()
+        if motion == "circling":  # around the frame's centre, so that the first frame tells how the second goes on
+            x, y = (SIDE // 2 + offset for offset in _ORBIT[variant])
+        else:
+            x, y = (GRID * rng.integers(low, high + 1)).tolist()
         return Sprite(shape, colour, size, motion, x, y, variant)
 
 

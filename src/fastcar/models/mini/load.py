@@ -71,11 +71,15 @@ class MiniVideoModel:
         except ValueError as error:
             raise ValueError(f"the prompt {error}") from error
         strange = self.tokenizer.unknown(prompt)
-        return [
-            f"{self.name} does not know the word {word!r}"
-            + (f"; nearest known: {', '.join(near)}" if near else "; it knows only the words of its small world")
+        warnings = [
+            f"{self.name} does not know the word {word!r}" + (f"; nearest known: {', '.join(near)}" if near else "")
             for word, near in strange.items()
         ]
+        if not all(strange.values()):  # no word near it says what could be meant: show all there are
+            words = self.config.words
+            more = f" and {len(words) - 100} more" if len(words) > 100 else ""
+            warnings.append(f"{self.name} knows the words {' '.join(words[:100])}{more}")
+        return warnings
 
     @torch.no_grad()
     def prompts(self, prompts: Sequence[str], guided: bool) -> Prompts:
