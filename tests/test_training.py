@@ -20,6 +20,7 @@ from fastcar.training.decoder import (
     own_draws,
     train_decoder,
 )
+from fastcar.training.muon import Float32Muon
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 from fastcar.training.settings import DecoderTraining, TokenizerTraining
 from fastcar.training.tokenizer import train_tokenizer
@@ -244,3 +245,21 @@ def test_own_draws_follow_the_models_distribution(tiny_config):
     seen = torch.bincount(drawn, minlength=24).float()
     chi_square = ((seen - expected)[likely] ** 2 / expected[likely]).sum()
     assert chi_square < 2.5 * likely.sum()
+
+
+def test_muon_in_float32_is_pytorchs_muon():
+    torch.manual_seed(0)
+    settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 32), (32, 64), (64, 32), (32, 32))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    begin = [p.detach().clone() for p in ours]
+    optimisers = Float32Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimiser in optimisers:
+            optimiser.step()
+    for a, b, before in zip(ours, theirs, begin, strict=True):
+        assert (a - b).norm() < 0.03 * (b - before).norm()  # theirs is in bfloat16
+    assert optimisers[0].state_dict()["state"].keys() == optimisers[1].state_dict()["state"].keys()

@@ -25,7 +25,8 @@ from fastcar.models.mini.model import MiniConfig, MiniModel
 from fastcar.models.mini.text import START, WordTokenizer
 from fastcar.training.checkpoint import generator, load_checkpoint, load_weights, save_checkpoint
 from fastcar.training.clips import ClipSource
-from fastcar.training.precision import mixed_precision
+from fastcar.training.muon import Float32Muon
+from fastcar.training.precision import mixed_precision, multiplies_bfloat16
 from fastcar.training.replay_aware import alignment_loss, replay_aware_pass
 from fastcar.training.settings import DecoderTraining
 
@@ -181,10 +182,9 @@ def make_optimisers(model: MiniModel, training: DecoderTraining) -> list[torch.o
     matrices = [p for block in blocks for p in block.parameters() if p.dim() == 2]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
+    muon = torch.optim.Muon if multiplies_bfloat16(str(matrices[0].device)) else Float32Muon
     return [
-        torch.optim.Muon(
-            matrices, lr=training.muon_rate, weight_decay=training.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        muon(matrices, lr=training.muon_rate, weight_decay=training.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=training.adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
