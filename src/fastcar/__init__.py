@@ -6,13 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastcar.decoder.kv_cache import AttentionConfig
     from fastcar.pipeline import Clip, ClipStats, Pipeline, load
     from fastcar.replay import ReplayConfig, ReplayStats, ReplayTrace
 
-__all__ = ["Clip", "ClipStats", "Pipeline", "ReplayConfig", "ReplayStats", "ReplayTrace", "__version__", "load"]
+__all__ = [
+    "AttentionConfig",
+    "Clip",
+    "ClipStats",
+    "Pipeline",
+    "ReplayConfig",
+    "ReplayStats",
+    "ReplayTrace",
+    "__version__",
+    "load",
+]
 __version__ = "0.1.0"
 
 _HOMES = dict.fromkeys(("Clip", "ClipStats", "Pipeline", "load"), "fastcar.pipeline")
+_HOMES["AttentionConfig"] = "fastcar.decoder.kv_cache"
 _HOMES |= dict.fromkeys(("ReplayConfig", "ReplayStats", "ReplayTrace"), "fastcar.replay")
 
 

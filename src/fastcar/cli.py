@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from fastcar.decoder.kv_cache import AttentionConfig
     from fastcar.pipeline import Pipeline
     from fastcar.replay import ReplayConfig
 
@@ -26,7 +27,8 @@ __all__ = ["main"]
 # options that change what is generated, beside prompt and seed
 _REPLAY = ("replay", "threshold", "score", "max_age", "exclude_layers", "tie_guidance")
 _SAMPLING = ("frames", "guidance", "temperature", "top_k", "top_p")
-_GENERATION = _REPLAY + _SAMPLING
+_ATTENTION = ("window", "sinks", "no_evict", "window_positions")
+_GENERATION = _REPLAY + _ATTENTION + _SAMPLING
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,6 +83,7 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("prompt")
     _add_model(sub)
     _add_replay(sub)
+    _add_attention(sub)
     _add_sampling(sub)
     sub.add_argument("-n", "--count", type=int, default=1, help="clips, with seeds from --seed on (default 1)")
     sub.add_argument(
@@ -92,6 +95,7 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("prompt")
     _add_model(sub)
     _add_replay(sub, without="--replay 0.5 is taken")
+    _add_attention(sub)
     _add_sampling(sub)
     sub.add_argument("-o", "--output", type=Path, default=Path("compare"), help="folder for clips and sheet")
     sub.add_argument("--rounds", type=int, default=3, help="how often each side is timed, in turns (default 3)")
@@ -101,6 +105,7 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("what", choices=["world"], help="world: the captioned world the mini model is trained on")
     _add_model(sub)
     _add_replay(sub)
+    _add_attention(sub)
     _add_sampling(sub)
     sub.add_argument("--prompts", type=int, default=200, help="held-out prompts (default 200)")
     sub.add_argument("--split", choices=["validation", "test"], default="test", help="which held-out prompts")
@@ -147,6 +152,42 @@ def _add_replay(sub: argparse.ArgumentParser, without: str = "every MLP is compu
     group.add_argument("--max-age", type=int, help="frames in a row one output may be replayed; 0: no limit")
     group.add_argument("--exclude-layers", metavar="L[,L...]", help="layers that always compute")
     group.add_argument("--tie-guidance", action=argparse.BooleanOptionalAction, help="both guidance rows or neither")
+
+
+def _add_attention(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("sparse attention", "without --window every token before is attended to")
+    group.add_argument("--window", metavar="W", help="latest tokens attended to: a number, or '2 frames'")
+    group.add_argument("--sinks", metavar="S", help="first tokens always attended to: a number or 'prompt' (default 4)")
+    group.add_argument(
+        "--no-evict", action="store_true", default=None, help="mask instead of forgetting (saves nothing)"
+    )
+    group.add_argument(
+        "--window-positions",
+        choices=["absolute", "window"],
+        help="count rotary positions from the start or in the window",
+    )
+
+
+def _attention(args: argparse.Namespace) -> AttentionConfig | None:
+    """What the attention options ask for; None if none is given."""
+    from fastcar.decoder.kv_cache import AttentionConfig
+
+    said = {name: getattr(args, name) for name in _ATTENTION if getattr(args, name) is not None}
+    if not said:
+        return None
+    if args.window is None:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        raise ValueError(f"{options}: only with --window; add it")
+
+    def number(text: str) -> int | str:
+        return int(text) if text.isdecimal() else text
+
+    return AttentionConfig(
+        window=number(args.window),
+        sinks=number(args.sinks or "4"),  # type: ignore[arg-type]
+        evict=not args.no_evict,
+        positions=args.window_positions or "absolute",
+    )
 
 
 def _replay_config(args: argparse.Namespace, pipe: Pipeline) -> ReplayConfig | None:
@@ -235,6 +276,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
         check_output(output)
     if args.trace:
         check_output(args.trace, extensions=(".npz",))
+    attention = _attention(args)
     pipe = _load(args)
     _warn(pipe, args.prompt)
     replay = _replay_config(args, pipe)
@@ -243,6 +285,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
             [args.prompt] * args.count,
             seeds,
             replay=replay,
+            attention=attention,
             progress=lambda done, total: bar.update(),
             **_sampling(args),
         )
@@ -265,6 +308,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     sheet = args.output / "compare.png"
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"{args.output} is a file; --output must name a folder")
+    attention = _attention(args)
     pipe = _load(args)
     _warn(pipe, args.prompt)
     config = _replay_config(args, pipe)
@@ -286,6 +330,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
             pipe,
             args.prompt,
             config,
+            attention=attention,
             ceiling=not args.no_ceiling,
             rounds=args.rounds,
             seed=args.seed,
@@ -317,6 +362,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
                 f"--{'rendered' if args.rendered else 'reconstructed'} generates nothing, so it does not go with "
                 f"{', '.join(useless) or '--reconstructed'}"
             )
+    attention = _attention(args)
     pipe = None if args.rendered else _load(args)
     config = _replay_config(args, pipe) if pipe else None
     sampling = {k: v for k, v in _sampling(args).items() if v is not None}
@@ -326,6 +372,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
             args.prompts,
             args.seed,
             replay=config,
+            attention=attention,
             split=args.split,
             objects=args.objects,
             batch=args.batch,

@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.decoder.reference import ReferenceDecoder
 from fastcar.models.base import VideoModel
 from fastcar.models.registry import load_model
@@ -61,6 +62,8 @@ class ClipStats:
     dtype: str
     engine: str
     clips_in_batch: int
+    attention: AttentionConfig
+    kv_cache_bytes: int
     timing: Timing
     replay: ReplayStats
 
@@ -80,6 +83,8 @@ class ClipStats:
             "dtype": self.dtype,
             "engine": self.engine,
             "clips_in_batch": self.clips_in_batch,
+            "attention": asdict(self.attention),
+            "kv_cache_bytes": self.kv_cache_bytes,
             "seconds": self.timing.total,
             "seconds_prefill": self.timing.prefill,
             "seconds_decode": self.timing.decode,
@@ -96,8 +101,11 @@ class ClipStats:
         r, t = self.replay, self.timing
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in t.parts.items())
         layers = " ".join(f"{ratio:.2f}" for ratio in r.by_layer)
+        a = self.attention
+        window = f"window {a.window} with sinks {a.sinks}, KV cache of {self.kv_cache_bytes / 2**20:.1f} MiB\n"
         return (
             f"{self.frames} frames of {self.width}x{self.height}, seed {self.seed}, {self.engine} in {self.dtype}\n"
+            f"{window if a.window else ''}"
             f"{t.total:.2f} s: prefill {t.prefill:.2f}, decode {t.decode:.2f} ({self.ms_per_token:.2f} ms a token); "
             f"by part: {parts}\n"
             f"replay ratio {r.replay_ratio:.3f} ({r.mlp_rows_replayed} of {r.mlp_rows_total} MLP rows, "
@@ -158,15 +166,22 @@ class Pipeline:
     nothing of one is left in the next.
     """
 
-    def __init__(self, model: VideoModel, engine: str = "auto", dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: VideoModel,
+        engine: str = "auto",
+        dtype: str = "float32",
+        attention: AttentionConfig | None = None,
+    ) -> None:
         self.model, self.dtype = model, dtype
-        self.engine = _engine(engine)
+        self.engine, self.attention = _engine(engine), attention or AttentionConfig()
 
     def __call__(
         self,
         prompt: str,
         *,
         replay: float | ReplayConfig | None = None,
+        attention: AttentionConfig | None = None,
         frames: int | None = None,
         seed: int = 0,
         guidance: float | None = None,
@@ -179,6 +194,7 @@ class Pipeline:
 
         Args:
             replay: a target ratio in 0..1 for the model's recommended setting, a config, or None for dense.
+            attention: what tokens attend to, instead of what the pipeline was loaded with.
             frames: frames of the clip; the model's own number if not given.
             seed: a seed gives one clip; with and without replay the same noise is drawn.
             guidance, temperature, top_k, top_p: instead of the model's recommended sampling.
@@ -188,7 +204,8 @@ class Pipeline:
             ValueError: a bad prompt or setting.
         """
         sampling = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return self.batch([prompt], [seed], progress=progress, replay=replay, frames=frames, **sampling)[0]
+        options = {"replay": replay, "attention": attention, "frames": frames, **sampling}
+        return self.batch([prompt], [seed], progress=progress, **options)[0]
 
     def batch(
         self, prompts: Sequence[str], seeds: Sequence[int], *, progress: Progress | None = None, **options: Any
@@ -244,6 +261,7 @@ class _Run:
         seeds: Sequence[int],
         *,
         replay: float | ReplayConfig | None = None,
+        attention: AttentionConfig | None = None,
         frames: int | None = None,
         guidance: float | None = None,
         temperature: float | None = None,
@@ -266,6 +284,7 @@ class _Run:
         self.replay = pipe.replay_config(replay)
         if self.replay is not None:
             self.replay.check(model.decoder.config.layers, self.geometry.frames, self.geometry.tokens_per_frame)
+        self.attention = pipe.attention if attention is None else attention
         self._check_memory()
         self.noise = SeededNoise(self.seeds, model.depth, model.codebook_size)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
@@ -277,7 +296,7 @@ class _Run:
         """Refuse a request whose KV cache alone exceeds the machine."""
         c, rows = self.pipe.model.decoder.config, len(self.prompts) * (2 if self.sampling.guided else 1)
         width = DTYPES[self.pipe.dtype].itemsize
-        need = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * self.geometry.positions
+        need = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * self.attention.slots(self.geometry)
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
         if need > have:
             raise ValueError(
@@ -291,7 +310,12 @@ class _Run:
         began = clock.start()
         inputs = model.prompts(self.prompts, self.sampling.guided)
         hidden = decoder.prefill(
-            inputs.embeds, geometry, mask=inputs.mask, replay=self.replay, pairs=self.sampling.guided
+            inputs.embeds,
+            geometry,
+            mask=inputs.mask,
+            replay=self.replay,
+            attention=self.attention,
+            pairs=self.sampling.guided,
         )
         self.prefill = clock.start() - began
         n = geometry.tokens_per_frame
@@ -340,6 +364,8 @@ class _Run:
                 dtype=self.pipe.dtype,
                 engine=self.decoder.name,
                 clips_in_batch=count,
+                attention=self.attention,
+                kv_cache_bytes=self.decoder.memory()["kv_cache"],
                 timing=timing,
                 replay=own.statistics(),
             )
@@ -363,12 +389,19 @@ def _engine(name: str) -> type[ReferenceDecoder]:
     return ENGINES[name]
 
 
-def load(name_or_path: str | Path = "mini", *, dtype: str = "float32", engine: str = "auto") -> Pipeline:
+def load(
+    name_or_path: str | Path = "mini",
+    *,
+    dtype: str = "float32",
+    engine: str = "auto",
+    attention: AttentionConfig | None = None,
+) -> Pipeline:
     """Load a model: a shipped one by name, or a checkpoint folder.
 
     Args:
         dtype: ``"float32"`` or ``"bfloat16"``, of weights and activations.
         engine: ``"auto"`` or ``"reference"``.
+        attention: what tokens attend to; all tokens before them if not given.
 
     Raises:
         FileNotFoundError: no such model.
@@ -377,4 +410,4 @@ def load(name_or_path: str | Path = "mini", *, dtype: str = "float32", engine: s
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     _engine(engine)
-    return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype)
+    return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype, attention)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.metrics.image import psnr, ssim
 from fastcar.pipeline import Clip, Pipeline
 from fastcar.replay.config import ReplayConfig
@@ -88,6 +89,7 @@ def compare(
     prompt: str,
     replay: float | ReplayConfig,
     *,
+    attention: AttentionConfig | None = None,
     ceiling: bool = True,
     rounds: int = 3,
     progress: Callable[[str], Callable[[int, int], None] | None] = lambda name: None,
@@ -99,6 +101,7 @@ def compare(
     turns, since on a shared machine one run of each says little.
 
     Args:
+        attention: of the replayed side; the dense one always attends to everything.
         ceiling: also run with every MLP replayed, to know the most this engine could gain.
         rounds: how often every side is generated.
         progress: called with ``"dense"``, ``"replay"`` and ``"ceiling"`` for the progress callback of each run.
@@ -114,7 +117,8 @@ def compare(
     clips: dict[str, list[Clip]] = {name: [] for name in wanted}
     for _ in range(rounds):
         for name, setting in wanted.items():
-            clips[name].append(pipe(prompt, replay=setting, progress=progress(name), **options))
+            seen = AttentionConfig() if name == "dense" else attention
+            clips[name].append(pipe(prompt, replay=setting, attention=seen, progress=progress(name), **options))
 
     def ratios(name: str) -> tuple[float, ...]:
         pairs = zip(clips["dense"], clips.get(name, []), strict=False)

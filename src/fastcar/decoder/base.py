@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastcar.decoder.config import DecoderConfig
+from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.geometry import Geometry
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.trace import ReplayTrace
@@ -31,6 +32,7 @@ class Decoder(Protocol):
         *,
         mask: Tensor | None = None,
         replay: ReplayConfig | None = None,
+        attention: AttentionConfig | None = None,
         pairs: bool = False,
     ) -> Tensor:
         """Feed the prompts and make room for a clip.
@@ -40,6 +42,7 @@ class Decoder(Protocol):
             geometry: of the clip to come.
             mask: bool [B, P], False at padding; no padding if not given.
             replay: when to replay MLPs; dense if not given.
+            attention: what decoded tokens attend to; everything before them if not given.
             pairs: rows b and b + B/2 are the conditional and the blank row of one clip.
 
         Returns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastcar.decoder.kv_cache import KVCache
+from fastcar.decoder.kv_cache import AttentionConfig, KVCache
 from fastcar.decoder.llama import LlamaModel, apply_rope, rope_tables
 from fastcar.geometry import Geometry
 from fastcar.replay.cache import ReplayCache
@@ -46,6 +46,7 @@ class ReferenceDecoder:
         *,
         mask: Tensor | None = None,
         replay: ReplayConfig | None = None,
+        attention: AttentionConfig | None = None,
         pairs: bool = False,
     ) -> Tensor:
         self.reset()
@@ -57,7 +58,6 @@ class ReferenceDecoder:
             )
         device = embeds.device
         self.geometry, self.rows, self.pairs = geometry, rows, pairs
-        self.kv = KVCache(c, rows, geometry.positions, embeds.dtype, device)
         if replay is not None:
             self.replay = ReplayCache(
                 replay,
@@ -71,21 +71,19 @@ class ReferenceDecoder:
                 dtype=embeds.dtype,
             )
         real = torch.ones(rows, length, dtype=torch.bool, device=device) if mask is None else mask.bool()
-        self.padded = not bool(real.all())
-        self.visible = torch.ones(rows, geometry.positions, dtype=torch.bool, device=device)
-        self.visible[:, :length] = real
+        self.kv = KVCache(c, attention or AttentionConfig(), geometry, real, embeds.dtype, device)
         self.lengths = real.sum(1)
         positions = (real.cumsum(1) - 1).clamp(min=0)
         cos, sin = (t[:, None] for t in rope_tables(positions, c.head_dim, c.rope_theta))
         attention_mask = None
-        if self.padded:
+        if not bool(real.all()):
             causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
             # A padding query sees itself: an empty row of the softmax would be NaN.
             attention_mask = causal & (real[:, None, None] | torch.eye(length, dtype=torch.bool, device=device))
         x = embeds
         for n, layer in enumerate(self.model.blocks()):
             x, keys, values = layer(x, cos, sin, attention_mask)
-            self.kv.write(n, 0, keys, values)
+            self.kv.prefill(n, keys, values)
         return self.model.norm(x[:, -1])
 
     @torch.no_grad()
@@ -96,16 +94,15 @@ class ReferenceDecoder:
             raise RuntimeError(f"the clip has {self.geometry.steps} decode steps and all are done")
         if embeds.shape != (self.rows, self.config.hidden_size):
             raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
-        slot = self.geometry.prefix + self.steps
+        self.kv.turn(self.geometry.prefix + self.steps)
         cos, sin = rope_tables(self.lengths + self.steps, self.config.head_dim, self.config.rope_theta)
         cos, sin = cos[:, None, None], sin[:, None, None]
-        mask = self.visible[:, None, None, : slot + 1] if self.padded else None
         x = embeds[:, None]
         for n, layer in enumerate(self.model.blocks()):
             query, key, value = layer.self_attn.qkv(layer.input_layernorm(x))
             rotated_query, rotated_key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-            self.kv.write(n, slot, rotated_key, value)
-            x = x + layer.self_attn.attend(rotated_query, *self.kv.read(n, slot + 1), mask)
+            keys, values = self.kv.append(n, rotated_key, value)
+            x = x + layer.self_attn.attend(rotated_query, keys, values, self.kv.mask)
             mlp_input = layer.post_attention_layernorm(x)[:, 0]
             if self.replay is None:
                 output = layer.mlp(mlp_input)
