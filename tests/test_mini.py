@@ -67,7 +67,7 @@ def test_incremental_inputs_equal_parallel_inputs(tiny):
     codes = torch.randint(0, 24, (1, 4 * 16, 2))
     words = tiny.model.tokenizer.encode(PROMPT)[None]
     parallel = model.inputs(words, codes)
-    prompts = tiny.model.prompts([PROMPT], guided=False)
+    prompts = tiny.model.prompts([PROMPT], guided=False, frames=4)
     torch.testing.assert_close(prompts.embeds, parallel[:, : config.max_words])
     for token in range(1, 64):
         got = tiny.model.next_input(prompts, codes[:, :token])

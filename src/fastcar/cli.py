@@ -37,13 +37,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line; returns the exit code: 0, 1 where a check failed, 2 for a wrong input."""
     try:
         args = _build_parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
         result = args.run(args)
         if args.json:
             print(json.dumps(result))
-        return 0
+        return 1 if isinstance(result, dict) and result.get("pass") is False else 0
     except KeyboardInterrupt:
         print("fastcar: interrupted; nothing half-written is left", file=sys.stderr)
         return 130
@@ -115,6 +115,11 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--frozen", action="store_true", help="repeat each clip's first frame (a control)")
     sub.add_argument("--reconstructed", action="store_true", help="judge rendered truth through the codec instead")
     sub.add_argument("--rendered", action="store_true", help="judge rendered truth instead: measures the measuring")
+
+    sub = command("verify", _verify, "replay recorded traces of the official code on a VILA-U checkpoint, and compare")
+    sub.add_argument("checkpoint", help="a VILA-U checkpoint's folder")
+    sub.add_argument("traces", type=Path, help="a folder of traces: pairs of .json and .safetensors")
+    sub.add_argument("--threads", type=int, help="CPU threads (default: as PyTorch chooses)")
 
     sub = command("info", _info, "show version, engines, threads, dtypes and models")
 
@@ -227,15 +232,19 @@ def _list(text: str, convert: Callable[[str], Any], option: str) -> list[Any]:
         raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
 
 
-def _load(args: argparse.Namespace) -> Pipeline:
+def _set_threads(args: argparse.Namespace) -> None:
     import torch
-
-    import fastcar
 
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"--threads must lie in 1..1024, got {args.threads}")
         torch.set_num_threads(args.threads)
+
+
+def _load(args: argparse.Namespace) -> Pipeline:
+    import fastcar
+
+    _set_threads(args)
     return fastcar.load(args.model, dtype=args.dtype, engine=args.engine)
 
 
@@ -392,6 +401,18 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
             print(f"{name:18} " + ", ".join(f"{value} {right}/{of}" for value, (right, of) in counts.items()))
     about = {"prompts": args.prompts, "split": args.split, "seed": args.seed, "replay_ratio": result.replay_ratio}
     return {**about, "reconstruction_psnr": result.reconstruction_psnr, **summary, "details": result.details()}
+
+
+def _verify(args: argparse.Namespace) -> dict[str, Any]:
+    import fastcar
+    from fastcar.analysis.verify import verify
+
+    _set_threads(args)
+    pipe = fastcar.load(args.checkpoint)
+    reports = verify(pipe, args.traces, progress=lambda report: print(report, flush=True))
+    failed = [report.file for report in reports if not report.passed]
+    print(f"{len(reports)} traces: {'all PASS' if not failed else 'FAIL in ' + ', '.join(failed)}")
+    return {"pass": not failed, "files": [report.to_dict() for report in reports]}
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:

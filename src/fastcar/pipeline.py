@@ -21,7 +21,7 @@ from fastcar.models.base import VideoModel
 from fastcar.models.registry import load_model
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.trace import ReplayStats, ReplayTrace
-from fastcar.sampling import SeededNoise, draw, guide, probabilities
+from fastcar.sampling import Noise, SeededNoise, draw, guide, probabilities
 
 __all__ = ["DTYPES", "ENGINES", "Clip", "ClipStats", "Pipeline", "Timing", "load"]
 
@@ -213,7 +213,7 @@ class Pipeline:
         """Generate a clip for each prompt and seed, together; seeds lie in 0..2**63-1. Options as for a call.
 
         A clip is the same whatever it is generated beside, up to rounding: a product of many rows may round
-        otherwise than one of few.
+        otherwise than one of few. ``noise=`` draws from given noise instead of the seeds'.
         """
         run = _Run(self, prompts, seeds, **options)
         for done, _ in enumerate(run.frames(), start=1):
@@ -267,6 +267,7 @@ class _Run:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        noise: Noise | None = None,
     ) -> None:
         model, self.pipe = pipe.model, pipe
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
@@ -285,8 +286,12 @@ class _Run:
         if self.replay is not None:
             self.replay.check(model.decoder.config.layers, self.geometry.frames, self.geometry.tokens_per_frame)
         self.attention = pipe.attention if attention is None else attention
+        began = time.perf_counter()
+        self.inputs = model.prompts(self.prompts, self.sampling.guided, self.geometry.frames)
+        self.prefill = time.perf_counter() - began
+        self.geometry = replace(self.geometry, prefix=self.inputs.embeds.shape[1])
         self._check_memory()
-        self.noise = SeededNoise(self.seeds, model.depth, model.codebook_size)
+        self.noise = noise or SeededNoise(self.seeds, model.depth, model.codebook_size)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
         self.decoder = pipe.engine(model.decoder)
         self.pictures: list[Tensor] = []
@@ -307,8 +312,7 @@ class _Run:
     def frames(self) -> Iterator[Tensor]:
         """Generate; yield each frame of all clips, uint8 [b, H, W, 3]."""
         model, decoder, geometry, clock = self.pipe.model, self.decoder, self.geometry, self.clock
-        began = clock.start()
-        inputs = model.prompts(self.prompts, self.sampling.guided)
+        inputs, began = self.inputs, clock.start()
         hidden = decoder.prefill(
             inputs.embeds,
             geometry,
@@ -317,7 +321,7 @@ class _Run:
             attention=self.attention,
             pairs=self.sampling.guided,
         )
-        self.prefill = clock.start() - began
+        self.prefill += clock.start() - began
         n = geometry.tokens_per_frame
         for token in range(geometry.tokens):
             if token:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "SamplingConfig", "SeededNoise", "draw", "guide", "probabilities"]
+__all__ = ["GivenNoise", "Noise", "SamplingConfig", "SeededNoise", "draw", "guide", "probabilities"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,16 @@ class Noise(Protocol):
     def at(self, position: int) -> Tensor:
         """Float32 [b, D, V] of one position, for b clips."""
         ...
+
+
+class GivenNoise:
+    """Noise float32 [positions, D, b, V] drawn elsewhere: another program's clip, drawn again."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def at(self, position: int) -> Tensor:
+        return self.values[position].transpose(0, 1)
 
 
 class SeededNoise:

@@ -79,7 +79,7 @@ class VideoModel(Protocol):
     sampling: SamplingConfig
 
     def geometry(self, frames: int) -> Geometry:
-        """The sequence of a clip.
+        """The sequence of a clip; the prefix is that of the prompts, once they are embedded.
 
         Raises:
             ValueError: the model cannot make so many frames.
@@ -94,8 +94,8 @@ class VideoModel(Protocol):
         """
         ...
 
-    def prompts(self, prompts: Sequence[str], guided: bool) -> Prompts:
-        """Embed prompts; with ``guided``, as many blank rows follow."""
+    def prompts(self, prompts: Sequence[str], guided: bool, frames: int) -> Prompts:
+        """Embed prompts for clips of so many frames; with ``guided``, as many blank rows follow."""
         ...
 
     def next_input(self, prompts: Prompts, codes: Tensor) -> Tensor:

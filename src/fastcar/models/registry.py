@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from fastcar.models.base import VideoModel
+from fastcar.models.hub import download, is_hub_id
 
 __all__ = ["FAMILIES", "SHIPPED", "load_model", "shipped_path"]
 
-FAMILIES = {"fastcar-mini": "fastcar.models.mini.load:load"}
+FAMILIES = {"fastcar-mini": "fastcar.models.mini.load:load", "vila_u_llama": "fastcar.models.vila_u.load:load"}
 SHIPPED = {"mini": Path(__file__).parent / "mini" / "weights"}
 
 
@@ -27,17 +28,20 @@ def shipped_path(name: str) -> Path:
 
 
 def load_model(name_or_path: str | Path, dtype: torch.dtype) -> VideoModel:
-    """Load a shipped model by name, or a checkpoint folder.
+    """Load a shipped model by name, a checkpoint folder, or a repository of the Hugging Face hub.
 
     Raises:
-        FileNotFoundError: no such name or folder, or no ``config.json`` in it.
+        FileNotFoundError: no such name, folder or repository, or no ``config.json`` in it.
         ValueError: the config is no JSON, or names a family that nobody provides.
     """
     folder = SHIPPED.get(str(name_or_path), Path(name_or_path))
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"no model {str(name_or_path)!r}: neither a shipped one ({', '.join(SHIPPED)}) nor a checkpoint's folder"
-        )
+        if not is_hub_id(str(name_or_path)):
+            raise FileNotFoundError(
+                f"no model {str(name_or_path)!r}: neither a shipped one ({', '.join(SHIPPED)}), nor a checkpoint's "
+                "folder, nor a repository of the Hugging Face hub like 'mit-han-lab/vila-u-7b-256'"
+            )
+        folder = download(str(name_or_path))
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so it is no checkpoint")

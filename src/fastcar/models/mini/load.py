@@ -82,7 +82,7 @@ class MiniVideoModel:
         return warnings
 
     @torch.no_grad()
-    def prompts(self, prompts: Sequence[str], guided: bool) -> Prompts:
+    def prompts(self, prompts: Sequence[str], guided: bool, frames: int) -> Prompts:
         words = torch.stack([self.tokenizer.encode(prompt) for prompt in prompts])
         if guided:
             words = torch.cat((words, self.tokenizer.encode("").expand_as(words)))

@@ -1,0 +1,112 @@
+"""The VILA-U family as a :class:`VideoModel`: read from a folder in its on-disk layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastcar.decoder.llama import LlamaModel
+from fastcar.geometry import Geometry
+from fastcar.models.base import Prompts
+from fastcar.models.checkpoint import Weights, load_module
+from fastcar.models.vila_u.config import VilaUConfig, read_config
+from fastcar.models.vila_u.depth_head import RQTransformer
+from fastcar.models.vila_u.prompt import LlamaTokenizer, padded, template
+from fastcar.models.vila_u.rqvae import RQVAE
+from fastcar.replay.config import ReplayConfig
+from fastcar.sampling import SamplingConfig
+
+__all__ = ["VilaU", "load"]
+
+
+class Projector(nn.Module):
+    """Code vectors to decoder inputs."""
+
+    def __init__(self, code_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(code_dim, hidden_size), nn.GELU(), nn.Linear(hidden_size, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class VilaU:
+    """A VILA-U model. See :class:`fastcar.models.base.VideoModel`.
+
+    A clip of one frame is an image, which VILA-U was trained to make too. Sampling is recommended as in the official
+    code: guidance 3, temperature 1, top-k 900, top-p 0.96.
+    """
+
+    family = "vila_u_llama"
+    fps = 8
+
+    def __init__(self, folder: Path, config: VilaUConfig, dtype: torch.dtype) -> None:
+        self.name, self.config = folder.name, config
+        self.tokenizer = LlamaTokenizer(config.folders["llm"])
+        with torch.device("meta"):
+            self.decoder = LlamaModel(config.decoder)
+            self.words = nn.Embedding(config.vocab_size, config.decoder.hidden_size)
+            self.projector = Projector(config.rqvae.code_dim, config.decoder.hidden_size)
+            self.codec = RQVAE(config.rqvae)
+            self.depth_head = RQTransformer(config.depth_head, self.codec.vectors)
+        llm, vision, projector = (Weights(config.folders[part]) for part in ("llm", "vision_tower", "mm_projector"))
+        load_module(self.decoder, llm, lambda name: f"model.{name}", dtype)
+        load_module(self.words, llm, lambda name: f"model.embed_tokens.{name}", dtype)
+        load_module(self.projector, projector, dtype=dtype)
+        load_module(self.codec, vision, _codec_name, dtype)
+        load_module(self.depth_head, vision, lambda name: f"rqtransformer.{name}", dtype)
+        for part in (self.decoder, self.words, self.projector, self.codec, self.depth_head):
+            part.eval().requires_grad_(False)
+        self.depth, self.codebook_size = config.depth_head.depth, config.depth_head.codebook_size
+        self.frames = config.frames
+        self.sampling = SamplingConfig(guidance=3.0, temperature=1.0, top_k=900, top_p=0.96)
+
+    def geometry(self, frames: int) -> Geometry:
+        height, width, _ = self.config.rqvae.grid
+        return Geometry(frames, height * width)
+
+    def check_prompt(self, prompt: str) -> list[str]:
+        if not prompt.strip():
+            raise ValueError(f"the prompt {prompt!r} has no words; say what the clip shall show")
+        return []
+
+    def token_ids(self, prompts: Sequence[str], guided: bool, frames: int) -> tuple[Tensor, Tensor]:
+        """Ids int64 [B, P] and mask bool [B, P], left-padded; with ``guided``, as many blank rows follow."""
+        texts = [*prompts, *([""] * len(prompts) if guided else [])]
+        return padded([self.tokenizer.encode(template(text, frames)) for text in texts])
+
+    @torch.no_grad()
+    def prompts(self, prompts: Sequence[str], guided: bool, frames: int) -> Prompts:
+        ids, mask = self.token_ids(prompts, guided, frames)
+        return Prompts(self.words(ids), mask, len(ids) // len(prompts))
+
+    @torch.no_grad()
+    def next_input(self, prompts: Prompts, codes: Tensor) -> Tensor:
+        return self.code_inputs(codes[:, -1]).repeat(prompts.state, 1)
+
+    def code_inputs(self, codes: Tensor) -> Tensor:
+        """Decoder inputs [..., H] of codes int64 [..., D]."""
+        return self.projector(self.codec.vectors(codes).sum(-2))
+
+    def recommended_replay(self, target_ratio: float) -> ReplayConfig:
+        # Nothing was calibrated: both rows of a pair together, since only then are weights not read.
+        return ReplayConfig(target_ratio=target_ratio, score="input", tie_guidance=True)
+
+
+def _codec_name(name: str) -> str:
+    return f"rqvaesiglip.{'quantizer.' if name.startswith('codebooks.') else ''}{name}"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> VilaU:
+    """Read a checkpoint: ``config.json``, ``llm/``, ``vision_tower/`` and ``mm_projector/``.
+
+    Weights are memory-mapped and converted tensor by tensor, so that loading takes little more than the model itself.
+
+    Raises:
+        ValueError: a file, tensor or setting is missing, damaged or not implemented.
+        ImportError: sentencepiece is not installed.
+    """
+    return VilaU(folder, read_config(folder), dtype)
