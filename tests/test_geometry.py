@@ -31,3 +31,13 @@ def test_replay_begins_in_the_second_frame_and_spares_separators():
 def test_impossible_values_are_named(values, named):
     with pytest.raises(ValueError, match=named):
         Geometry(**values)
+
+
+def test_a_lead_comes_before_the_frames():
+    g = Geometry(frames=3, tokens_per_frame=4, prefix=2, never_replay=(1,), lead=5)
+    assert (g.tokens, g.steps, g.positions) == (17, 16, 18)
+    assert [g.frame(s) for s in (0, 4, 5, 8, 9, 15)] == [-2, -1, 0, 0, 1, 2]
+    assert [s for s in range(g.steps) if g.may_replay(s)] == [9, 11, 12, 13, 15]
+    assert g.aligned(9) == 5
+    with pytest.raises(ValueError, match="lead"):
+        Geometry(1, 4, lead=-1)

@@ -38,3 +38,10 @@ def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_example_in_transformers_runs(tmp_path):
+    words = [sys.executable, ROOT / "examples" / "replay_in_transformers.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    ratio = float(re.findall(r"replay ratio ([\d.]+):", done.stdout)[0])
+    assert ratio == pytest.approx(0.5, abs=0.03) and list(tmp_path.iterdir()) == []

@@ -12,19 +12,21 @@ class Geometry:
     """A clip as a sequence: ``frames`` times ``tokens_per_frame`` positions behind a prefix.
 
     Decode step ``s`` feeds token ``s`` of the clip (the prefix is prefilled) and foretells token ``s + 1``, so the
-    last token is never fed and a clip takes ``frames * tokens_per_frame - 1`` steps.
+    last token is never fed and a clip takes ``lead + frames * tokens_per_frame - 1`` steps.
 
     Attributes:
         frames: frames of the clip (F).
         tokens_per_frame: positions of one frame (N), separators included.
         prefix: positions before the first frame (the prompt).
         never_replay: offsets within a frame whose MLPs always run: separators, action tokens.
+        lead: tokens decoded before the first regular frame, a context frame of another size; they never replay.
     """
 
     frames: int
     tokens_per_frame: int
     prefix: int = 0
     never_replay: tuple[int, ...] = ()
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.frames < 1:
@@ -33,6 +35,8 @@ class Geometry:
             raise ValueError(f"tokens_per_frame must be at least 1, got {self.tokens_per_frame!r}")
         if self.prefix < 0:
             raise ValueError(f"prefix must not be negative, got {self.prefix!r}")
+        if self.lead < 0:
+            raise ValueError(f"lead must not be negative, got {self.lead!r}")
         if any(not 0 <= offset < self.tokens_per_frame for offset in self.never_replay):
             raise ValueError(
                 f"never_replay holds offsets within a frame, 0..{self.tokens_per_frame - 1}, got {self.never_replay!r}"
@@ -40,8 +44,8 @@ class Geometry:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the clip, F * N."""
-        return self.frames * self.tokens_per_frame
+        """Tokens of the clip: the lead, and F * N."""
+        return self.lead + self.frames * self.tokens_per_frame
 
     @property
     def steps(self) -> int:
@@ -54,8 +58,8 @@ class Geometry:
         return self.prefix + self.steps
 
     def frame(self, step: int) -> int:
-        """The frame of the token that a step feeds."""
-        return step // self.tokens_per_frame
+        """The frame of the token that a step feeds; negative in the lead."""
+        return (step - self.lead) // self.tokens_per_frame
 
     def aligned(self, step: int) -> int:
         """The step that fed the token at the same place one frame earlier (paper: j- = j - N); negative if none."""
@@ -63,4 +67,5 @@ class Geometry:
 
     def may_replay(self, step: int) -> bool:
         """Whether MLPs may be replayed at a step: from the second frame on, and not at ``never_replay`` offsets."""
-        return step >= self.tokens_per_frame and step % self.tokens_per_frame not in self.never_replay
+        place = step - self.lead
+        return place >= self.tokens_per_frame and place % self.tokens_per_frame not in self.never_replay

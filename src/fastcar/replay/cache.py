@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ class ReplayCache:
 
     A position's slot is that of its aligned position: what is read there is either overwritten, or left in place, and
     that is the replay. A layer calls :meth:`mlp` in place of its MLP; a step ends with :meth:`advance`.
+
+    A clip may go on beyond the geometry's frames: the record of decisions then grows, and nothing else does.
 
     Args:
         rows: B. With ``pairs``, rows b and b + B/2 are the two of a guidance pair.
@@ -56,7 +59,7 @@ class ReplayCache:
         self.bytes = layers * n * rows * (hidden + sizes[self.score.remembers]) * dtype.itemsize
         # how many frames in a row each output has been replayed
         self.age = np.zeros((layers, n, rows // self.tied), np.int32)
-        self.scores = np.full((geometry.steps, layers, rows // self.tied), np.nan, np.float32)
+        self.scores = np.full((geometry.steps or 1, layers, rows // self.tied), np.nan, np.float32)
         self.replayed = np.zeros(self.scores.shape, bool)
         self.begin(0)
 
@@ -64,6 +67,12 @@ class ReplayCache:
         """Turn to a step."""
         self.step, self.slot = step, step % self.geometry.tokens_per_frame
         self.may_replay = self.geometry.may_replay(step)
+
+    def _grow(self) -> None:
+        """Make room for the record of the current step."""
+        if self.step >= len(self.scores):
+            self.scores = np.concatenate((self.scores, np.full_like(self.scores, np.nan)))
+            self.replayed = np.concatenate((self.replayed, np.zeros_like(self.replayed)))
 
     def memory(self) -> int:
         """Bytes of the rings, once they are full."""
@@ -82,6 +91,7 @@ class ReplayCache:
             age = self.age[layer, self.slot]
             mask = mask & (age < self.config.max_age)
             age[:] = (age + 1) * mask
+        self._grow()
         self.scores[self.step, layer], self.replayed[self.step, layer] = scores, mask
         return [row for row, replays in enumerate(mask.tolist() * self.tied) if not replays]
 
@@ -108,16 +118,19 @@ class ReplayCache:
 
     def advance(self) -> None:
         """End a step."""
+        self._grow()
         if self.may_replay:
             self.policy.observe(self.scores[self.step], self.replayed[self.step])
         self.begin(self.step + 1)
 
     def trace(self) -> ReplayTrace:
         """What was decided so far."""
+        g, fed = self.geometry, self.step + 1 - self.geometry.lead
+        frames = max(g.frames, -(-fed // g.tokens_per_frame))
         return ReplayTrace(
             scores=np.tile(self.scores[: self.step], self.tied),
             replayed=np.tile(self.replayed[: self.step], self.tied),
-            geometry=self.geometry,
+            geometry=replace(g, frames=frames),
             config=self.config,
             pairs=self.pairs,
         )

@@ -1,0 +1,284 @@
+"""Replay in a stock Hugging Face decoder: ``enable`` it, ``generate()`` as ever, ``disable`` it.
+
+The MLP of each block is wrapped, and queries and keys are seen through the attention-function registry of
+``transformers``; no modelling code is copied. What replay remembers belongs to a KV cache and goes with it. A call with
+several positions, or into an empty cache, is a prefill and starts anew; a call with one position is a decode step.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.cache_utils import Cache
+except ImportError as _error:
+    raise ImportError(
+        "replay in Hugging Face models needs transformers 5 or newer: pip install 'fastcar[transformers]'"
+    ) from _error
+
+from fastcar.geometry import Geometry
+from fastcar.integrations.adapters import DecoderAdapter, DecoderParts, adapter_for
+from fastcar.replay.cache import ReplayCache
+from fastcar.replay.config import ReplayConfig
+from fastcar.replay.score import SCORES, LayerState
+from fastcar.replay.trace import ReplayStats, ReplayTrace
+
+__all__ = ["disable", "enable", "replay", "stats", "trace"]
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, _Session] = weakref.WeakKeyDictionary()
+_OBSERVERS: weakref.WeakKeyDictionary[nn.Module, Callable[[Tensor, Tensor], None]] = weakref.WeakKeyDictionary()
+_PREFIX = "fastcar|"
+
+
+def enable(
+    model: nn.Module,
+    config: ReplayConfig,
+    *,
+    adapter: DecoderAdapter | None = None,
+    never_replay: tuple[int, ...] | None = None,
+    lead: int | None = None,
+    pairs: bool = False,
+) -> None:
+    """Replay MLPs of a causal language model from ``transformers`` until :func:`disable`.
+
+    Frames are counted from the first token after the prompt. A model that is enabled already is disabled first.
+
+    Args:
+        config: with ``tokens_per_frame``, unless the adapter fixes it.
+        adapter: where the model keeps its parts; found by class name or inferred if not given.
+        never_replay: offsets within a frame that always compute, if not as the adapter has it.
+        lead: generated tokens before the first regular frame, if not as the adapter has it.
+        pairs: rows b and b + B/2 of a batch are the conditional and the blank row of one clip.
+
+    Raises:
+        ValueError: config and model do not fit, or no adapter is found.
+    """
+    adapter = adapter or adapter_for(model)
+    name, tokens = type(model).__name__, config.tokens_per_frame or adapter.tokens_per_frame
+    if tokens is None:
+        raise ValueError(f"{name} does not say how long a frame is; give ReplayConfig(tokens_per_frame=...)")
+    if config.tie_guidance and not pairs:
+        raise ValueError("tie_guidance=True ties rows b and b + B/2; say that these are pairs with enable(pairs=True)")
+    if config.score == "tas-official" and adapter.query is None and adapter.rotary:
+        raise ValueError(
+            f"score='tas-official' needs the query before rotary embedding, which {name}'s adapter does not name; give "
+            "enable(adapter=DecoderAdapter(..., query=...)), or take score='tas' or 'input'"
+        )
+    geometry = Geometry(
+        frames=1,
+        tokens_per_frame=tokens,
+        never_replay=adapter.never_replay if never_replay is None else tuple(never_replay),
+        lead=adapter.lead if lead is None else lead,
+    )
+    parts = adapter.parts(model)
+    config.check(len(parts.blocks))
+    disable(model)
+    _SESSIONS[model] = _Session(parts, config, geometry, pairs)
+
+
+def disable(model: nn.Module) -> None:
+    """Undo :func:`enable`: the model is as it was before, bit for bit. Does nothing where nothing is enabled."""
+    session = _SESSIONS.pop(model, None)
+    if session is not None:
+        session.close()
+
+
+@contextmanager
+def replay(model: nn.Module, config: ReplayConfig, **options: Any) -> Iterator[nn.Module]:
+    """Replay within a ``with`` block; afterwards, also after an exception, the model is as it was before."""
+    before = _SESSIONS.get(model)
+    enable(model, config, **options)
+    try:
+        yield model
+    finally:
+        disable(model)
+        if before is not None:
+            _SESSIONS[model] = _Session(before.parts, before.config, before.geometry, before.pairs)
+
+
+def stats(model: nn.Module) -> ReplayStats:
+    """What replay did in the latest generation.
+
+    Raises:
+        ValueError: replay is not enabled, or nothing was decoded yet.
+    """
+    return trace(model).statistics()
+
+
+def trace(model: nn.Module) -> ReplayTrace:
+    """Every decision of the latest generation.
+
+    Raises:
+        ValueError: replay is not enabled, or nothing was decoded yet.
+    """
+    session = _SESSIONS.get(model)
+    if session is None:
+        raise ValueError(f"replay is not enabled in this {type(model).__name__}; call fastcar.enable first")
+    if session.now is None or session.now.replay is None:
+        raise ValueError("nothing was decoded since replay was enabled: generate more than one token")
+    return session.now.replay.trace()
+
+
+class _Sequence:
+    """What is remembered of the sequences that one KV cache holds."""
+
+    def __init__(self, prefix: int, rows: int) -> None:
+        self.prefix, self.rows = prefix, rows
+        self.replay: ReplayCache | None = None
+
+    @property
+    def position(self) -> int:
+        """The position that comes next."""
+        return self.prefix + (self.replay.step if self.replay else 0)
+
+
+class _Session:
+    """Everything of ours in an enabled model."""
+
+    def __init__(self, parts: DecoderParts, config: ReplayConfig, geometry: Geometry, pairs: bool) -> None:
+        self.parts, self.config, self.geometry, self.pairs = parts, config, geometry, pairs
+        self.sequences: weakref.WeakKeyDictionary[Cache, _Sequence] = weakref.WeakKeyDictionary()
+        self.now: _Sequence | None = None  # of the latest prefill or step
+        self.stepping = False
+        self.seen: dict[str, Tensor] = {}  # of the current block: "query", "rotated_query", "rotated_key"
+        self.undo: list[Callable[[], None]] = []
+        handle = parts.blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.undo.append(handle.remove)
+        if SCORES[config.score].remembers == "key":
+            self._observe_attention()
+        for layer, mlp in enumerate(parts.mlps):
+            self._wrap(layer, mlp)
+
+    def close(self) -> None:
+        for cache in self.sequences:
+            cache.__dict__.pop("reorder_cache", None)
+        for undo in reversed(self.undo):
+            undo()
+
+    def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first block: is this a prefill or a step, and of which sequences?"""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        rows, new = hidden.shape[:2]
+        past = 0 if cache is None else int(cache.get_seq_length())
+        known = self.sequences.get(cache) if cache is not None else None
+        self.stepping = new == 1 and past > 0
+        if self.stepping and known is not None and known.position == past and known.rows == rows:
+            self.now = known
+            return
+        # a prefill, or a cache that was filled, cut or resized by others: whatever it holds is the prompt
+        self.now = _Sequence(past if self.stepping else past + new, rows)
+        if cache is not None:
+            self.sequences[cache] = self.now
+            cache.__dict__["reorder_cache"] = _refuse_to_reorder
+
+    def _observe_attention(self) -> None:
+        for module in self.parts.attentions:
+            self._show_attention(module)
+        if self.config.score == "tas-official":
+            for module in self.parts.queries or ():
+                self.undo.append(module.register_forward_hook(self._projected).remove)
+
+    def _show_attention(self, module: nn.Module) -> None:
+        config = cast(Any, module.config)
+        original = config._attn_implementation or "eager"
+        if not original.startswith(_PREFIX):  # blocks share their config
+            _register(original)
+            config._attn_implementation = _PREFIX + original
+            self.undo.append(lambda: setattr(config, "_attn_implementation", original))
+        _OBSERVERS[module] = self._attended
+        self.undo.append(lambda: cast(None, _OBSERVERS.pop(module, None)))
+
+    def _projected(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.stepping:
+            self.seen["query"] = output
+
+    def _attended(self, query: Tensor, key: Tensor) -> None:
+        """A block's rotated query [B, h, S, d] and all keys of its cache, [B, kv heads, T, d]."""
+        if not self.stepping:
+            return
+        assert self.now is not None
+        # A static cache is longer than what it holds, a window's is shorter than what was seen.
+        last = min(self.now.position + 1, key.shape[2]) - 1
+        self.seen["rotated_query"], self.seen["rotated_key"] = query, key[:, :, last : last + 1]
+
+    def _wrap(self, layer: int, mlp: nn.Module) -> None:
+        original, own = mlp.forward, "forward" in mlp.__dict__
+
+        def forward(x: Tensor) -> Tensor:
+            return self._mlp(layer, original, x) if self.stepping else original(x)
+
+        mlp.__dict__["forward"] = forward
+        self.undo.append(lambda: mlp.__dict__.update(forward=original) if own else mlp.__dict__.pop("forward"))
+
+    def _mlp(self, layer: int, mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A step's MLP: x [B, 1, H]."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError("replayed outputs have no gradient; decode under torch.no_grad(), or disable replay")
+        assert self.now is not None
+        if layer == 0 and self.now.replay is None:
+            self.now.replay = self._new_replay(x)
+        replay = self.now.replay
+        assert replay is not None
+        state = LayerState(*self._queries_and_key(x), x[:, 0], replay.step, layer)
+        self.seen.clear()
+        output = replay.mlp(layer, lambda rows: mlp(rows[:, None])[:, 0], state)
+        if layer == len(self.parts.mlps) - 1:
+            replay.advance()
+        return output[:, None]
+
+    def _queries_and_key(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if SCORES[self.config.score].remembers != "key":
+            return x, x, x  # nobody looks at them
+        if "rotated_query" not in self.seen:
+            raise RuntimeError(
+                "the attention did not go through the registry of transformers, so its score is unknown; "
+                "take score='input', or name the attention module in the adapter"
+            )
+        rotated = self.seen["rotated_query"]
+        query = self.seen.get("query", rotated)
+        return query.reshape(len(x), *rotated.shape[1::2]).unsqueeze(2), rotated, self.seen["rotated_key"]
+
+    def _new_replay(self, x: Tensor) -> ReplayCache:
+        key = self.seen.get("rotated_key")
+        kv_heads, head_dim = (0, 0) if key is None else (key.shape[1], key.shape[3])
+        rows, _, hidden = x.shape
+        return ReplayCache(
+            self.config,
+            self.geometry,
+            len(self.parts.mlps),
+            rows,
+            hidden,
+            kv_heads,
+            head_dim,
+            pairs=self.pairs,
+            dtype=x.dtype,
+        )
+
+
+def _register(name: str) -> None:
+    """Register an attention function, and its mask, that shows queries and keys and then does as ``name`` does."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        observe = _OBSERVERS.get(module)
+        if observe is not None:
+            observe(query, key)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return AttentionInterface().get_interface(name, cast(Any, eager))(module, query, key, *args, **kwargs)
+
+    masks = AttentionMaskInterface()
+    AttentionInterface.register(_PREFIX + name, attend)
+    if name in masks:
+        AttentionMaskInterface.register(_PREFIX + name, masks[name])
+
+
+def _refuse_to_reorder(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("beam search reorders rows, which replay does not follow; generate with num_beams=1")
