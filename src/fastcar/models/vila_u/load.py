@@ -52,14 +52,15 @@ class VilaU:
             self.projector = Projector(config.rqvae.code_dim, config.decoder.hidden_size)
             self.codec = RQVAE(config.rqvae)
             self.depth_head = RQTransformer(config.depth_head, self.codec.vectors)
-        llm, vision, projector = (Weights(config.folders[part]) for part in ("llm", "vision_tower", "mm_projector"))
-        load_module(self.decoder, llm, lambda name: f"model.{name}", dtype)
-        load_module(self.words, llm, lambda name: f"model.embed_tokens.{name}", dtype)
-        load_module(self.projector, projector, dtype=dtype)
-        load_module(self.codec, vision, _codec_name, dtype)
-        load_module(self.depth_head, vision, lambda name: f"rqtransformer.{name}", dtype)
-        for part in (self.decoder, self.words, self.projector, self.codec, self.depth_head):
-            part.eval().requires_grad_(False)
+        for part, modules in {
+            "llm": ((self.decoder, "model.{}".format), (self.words, "model.embed_tokens.{}".format)),
+            "vision_tower": ((self.codec, _codec_name), (self.depth_head, "rqtransformer.{}".format)),
+            "mm_projector": ((self.projector, "{}".format),),
+        }.items():
+            weights = Weights(config.folders[part])  # and those of the part before are closed
+            for module, name in modules:
+                load_module(module, weights, name, dtype)
+                module.eval().requires_grad_(False)
         self.depth, self.codebook_size = config.depth_head.depth, config.depth_head.codebook_size
         self.frames = config.frames
         self.sampling = SamplingConfig(guidance=3.0, temperature=1.0, top_k=900, top_p=0.96)
