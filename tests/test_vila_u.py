@@ -18,7 +18,7 @@ from fastcar import ReplayConfig
 from fastcar.cli import main
 from fastcar.models.vila_u.prompt import LlamaTokenizer, template
 
-from .vila_u_checkpoint import GOLDEN, LLM, VISION, write_checkpoint
+from .vila_u_checkpoint import GOLDEN, LLM, VISION, add_encoder, write_checkpoint
 
 PROMPTS = ["a small boat drifts along the river, in the rain", "The clock shines"]
 OFFICIAL = ReplayConfig(threshold=[0.1, None, -0.2, 0.0], score="tas-official", strict=True)
@@ -159,6 +159,32 @@ def test_special_tokens_and_spaces_in_prompts():
     assert pieces[1] == "▁a" and pieces[pieces.index("</s>") + 1].startswith("▁")
     assert not pieces[ids.index(start) + 1].startswith("▁")  # no space that the text has not
     assert template("  a   cat\n", 8).count("USER: a   cat ASSISTANT:") == 1
+
+
+def test_frames_to_codes_where_the_checkpoint_holds_the_encoder(folder, tmp_path):
+    frames = torch.randint(256, (2, 4, 6, 6, 3), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="holds no SigLIP encoder"):
+        fastcar.load(folder).model.codec.encode(frames)
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    siglip = add_encoder(copied)
+    codec = fastcar.load(copied).model.codec
+    before = len(codec.state_dict())
+    codes = codec.encode(frames)
+    assert codes.shape == (2, 4, 9, 3) and len(codec.state_dict()) == before
+    pixels = frames.flatten(0, 1).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        hidden = siglip((pixels - 0.5) / 0.5, output_hidden_states=True).hidden_states[-2].view(2, 4, 9, 20)
+    rest = hidden
+    for depth in range(3):
+        book = codec.codebooks[depth].weight[:10]
+        nearest = (rest[..., None, :] - book).pow(2).sum(-1).argmin(-1)
+        assert torch.equal(codes[..., depth], nearest)
+        rest = rest - book[nearest]
+    with pytest.raises(ValueError, match=r"must be \[n, 6, 6, 3\]"):
+        codec.encode(frames[:, :, :4])
+    shutil.rmtree(copied / "vision_tower" / "siglip-tiny")
+    with pytest.raises(ValueError, match=r"put the config\.json of the SigLIP model 'google/siglip-tiny' there"):
+        fastcar.load(copied).model.codec.encode(frames)
 
 
 def test_generating_from_the_command_line(folder, tmp_path, capsys, monkeypatch):

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fastcar.decoder.llama import LlamaModel
 from fastcar.models.vila_u.config import read_config
@@ -53,6 +53,32 @@ VISION = {
         },
     },
 }
+
+
+SIGLIP = {"hidden_size": 20, "image_size": 6, "intermediate_size": 24, "num_attention_heads": 2}
+SIGLIP |= {"num_hidden_layers": 3, "patch_size": 2}
+
+
+def add_encoder(folder):
+    """Give a checkpoint a random SigLIP encoder of 3x3 places; returns it whole."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    model = SiglipVisionModel(SiglipVisionConfig(**SIGLIP)).eval()
+    path = folder / "vision_tower" / "model.safetensors"
+    names = (name.removeprefix("vision_model.") for name in model.state_dict())
+    added = {
+        f"rqvaesiglip.siglip_model.vision_model.{n}": t for n, t in zip(names, model.state_dict().values(), strict=True)
+    }
+    save_file(load_file(path) | added, path)
+    config = folder / "vision_tower" / "config.json"
+    vision = json.loads(config.read_text())
+    vision["rqvaesiglip"]["pretrained_model"] = "google/siglip-tiny"
+    config.write_text(json.dumps(vision))
+    (folder / "vision_tower" / "siglip-tiny").mkdir()
+    about = {"vision_config": {**SIGLIP, "model_type": "siglip_vision_model"}}
+    (folder / "vision_tower" / "siglip-tiny" / "config.json").write_text(json.dumps(about))
+    return model
 
 
 def write_checkpoint(folder, llm=LLM, vision=VISION, seed=0, **about):

@@ -16,6 +16,7 @@ from fastcar.models.vila_u.config import VilaUConfig, read_config
 from fastcar.models.vila_u.depth_head import RQTransformer
 from fastcar.models.vila_u.prompt import LlamaTokenizer, padded, template
 from fastcar.models.vila_u.rqvae import RQVAE
+from fastcar.models.vila_u.siglip import SiglipEncoder
 from fastcar.replay.config import ReplayConfig
 from fastcar.sampling import SamplingConfig
 
@@ -50,7 +51,7 @@ class VilaU:
             self.decoder = LlamaModel(config.decoder)
             self.words = nn.Embedding(config.vocab_size, config.decoder.hidden_size)
             self.projector = Projector(config.rqvae.code_dim, config.decoder.hidden_size)
-            self.codec = RQVAE(config.rqvae)
+            self.codec = RQVAE(config.rqvae, lambda: SiglipEncoder(config.folders["vision_tower"], dtype))
             self.depth_head = RQTransformer(config.depth_head, self.codec.vectors)
         for part, modules in {
             "llm": ((self.decoder, "model.{}".format), (self.words, "model.embed_tokens.{}".format)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,11 +115,16 @@ def to_pixels(frames: Tensor) -> Tensor:
 
 
 class RQVAE(nn.Module):
-    """Codebooks and decoder. See :class:`fastcar.models.base.FrameCodec`."""
+    """Codebooks and decoder, and an encoder when it is first asked for. See :class:`fastcar.models.base.FrameCodec`.
 
-    def __init__(self, config: RQVAEConfig) -> None:
+    Args:
+        encoder: gives the encoder, from frames uint8 [n, H, W, 3] to latents [n, N, E]; None if there is none.
+    """
+
+    def __init__(self, config: RQVAEConfig, encoder: Callable[[], Callable[[Tensor], Tensor]] | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.load_encoder = config, encoder
+        self.encoder: list[Callable[[Tensor], Tensor]] = []  # a list, so that it is no part of the state
         books = 1 if config.shared_codebook else config.grid[2]
         # one row more than codes: padding
         self.codebooks = nn.ModuleList(nn.Embedding(config.codebook_size + 1, config.code_dim) for _ in range(books))
@@ -145,5 +153,16 @@ class RQVAE(nn.Module):
         frames = [self.raw_frames(few) for few in codes.flatten(0, -3).split(8)]  # bounds what is held at once
         return to_pixels(torch.cat(frames)).unflatten(0, codes.shape[:-2])
 
+    @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
-        raise NotImplementedError("VILA-U's SigLIP encoder is not implemented; generation does not need it")
+        if not self.encoder:
+            if self.load_encoder is None:
+                raise ValueError("this codec has no encoder, so frames cannot be turned into codes")
+            self.encoder.append(self.load_encoder())
+        rest, codes = self.encoder[0](frames.flatten(0, -4)), []
+        for depth in range(self.config.grid[2]):
+            of_depth = cast(nn.Embedding, self.codebooks[0 if self.config.shared_codebook else depth])
+            book = of_depth.weight[: self.config.codebook_size]
+            codes.append(torch.cdist(rest.float(), book.float()).argmin(-1))
+            rest = rest - book[codes[-1]]
+        return torch.stack(codes, -1).unflatten(0, frames.shape[:-3])
