@@ -214,6 +214,7 @@ def remove(key):
         ("llm/config.json", lambda c: c.update(hidden_size="big"), "hidden_size|malformed"),
         ("vision_tower/config.json", lambda c: c["rqtransformer"].update(vocab_size=11), "codebook size 11"),
         ("vision_tower/config.json", lambda c: c["rqvaesiglip"]["ddconfig"].pop("ch"), "'ch'"),
+        ("vision_tower/config.json", lambda c: c["rqvaesiglip"]["ddconfig"].update(give_pre_end=True), "give_pre_end"),
         ("mm_projector/config.json", lambda c: c.update(mm_projector_type="linear"), "'linear'"),
     ],
 )

@@ -373,7 +373,7 @@ def _official_noise(about: dict[str, Any], noise: Tensor, rows: int, vocabulary:
     for token in drawn:
         for depth in token:
             depth.exponential_(1, generator=generator)
-        if about["text_draw"] == "official":
+        if about["text_draw"] == "official" and about.get("text_seed") is None:
             torch.empty(rows, vocabulary).exponential_(1, generator=generator)
     return drawn
 

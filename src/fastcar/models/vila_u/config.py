@@ -124,7 +124,7 @@ def _decoder(llm: dict[str, Any], path: Path) -> DecoderConfig:
         head_dim=llm.get("head_dim") or llm["hidden_size"] // heads,
         intermediate_size=llm["intermediate_size"],
         rms_norm_eps=llm.get("rms_norm_eps", 1e-6),
-        rope_theta=llm.get("rope_theta", 10000.0),
+        rope_theta=llm.get("rope_theta") or (llm.get("rope_parameters") or {}).get("rope_theta", 10000.0),
     )
 
 
@@ -145,6 +145,9 @@ def _rqvae(vae: dict[str, Any]) -> RQVAEConfig:
     sizes = vae["n_embed"] if isinstance(vae["n_embed"], list) else [vae["n_embed"]]
     if len(set(sizes)) != 1:
         raise ValueError(f"codebooks of several sizes are not implemented, got n_embed={sizes!r}")
+    for key, usual in (("resamp_with_conv", True), ("give_pre_end", False), ("tanh_out", False)):
+        if dd.get(key, usual) != usual:
+            raise ValueError(f"ddconfig: {key} must be {usual!r}, got {dd[key]!r}; nothing else is implemented")
     height, width, depth = vae["code_shape"]
     return RQVAEConfig(
         code_dim=vae["embed_dim"],
