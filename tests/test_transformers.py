@@ -339,6 +339,25 @@ def test_guidance_rows_and_guidance_in_generate():
         assert fastcar.stats(model).replay_ratio == 1 and len(fastcar.trace(model).replayed) == 19
 
 
+@pytest.mark.parametrize("score", ["tas", "tas-official", "input"])
+def test_actions_fed_at_once_change_no_decision(score):
+    family = Family(FAMILIES["qwen3"].build, 9, (6, 7, 8), steps=53)
+    model, tokens = build(family), tokens_of(family)
+    with fastcar.replay(model, config_of(family, 0.1, score), **layout(family)):
+        one_by_one = decode(model, tokens)
+        expected = fastcar.trace(model)
+        cache, got, place = hf.DynamicCache(), [], 0
+        with torch.no_grad():
+            while place < tokens.shape[1]:
+                step = place - 4
+                new = 4 if place == 0 or step % 9 == 5 else 1  # a frame's last image token and its actions together
+                got.append(model(tokens[:, place : place + new], cache=cache).logits[:, -1])
+                place += new
+        trace = fastcar.trace(model)
+    assert len(got) < one_by_one.shape[1] and (trace.replayed == expected.replayed).all() and trace.replayed.any()
+    torch.testing.assert_close(got[-1], one_by_one[:, -1], atol=1e-5, rtol=1e-5)
+
+
 def test_two_caches_in_turns_do_not_meet():
     family = FAMILIES["llama"]
     model, (a, b) = build(family), (tokens_of(family, seed=seed) for seed in (1, 2))

@@ -2,7 +2,8 @@
 
 The MLP of each block is wrapped, and queries and keys are seen through the attention-function registry of
 ``transformers``; no modelling code is copied. What replay remembers belongs to a KV cache and goes with it. A call with
-several positions, or into an empty cache, is a prefill and starts anew; a call with one position is a decode step.
+several positions, or into an empty cache, is a prefill and starts anew; a call with one position is a decode step. So
+is one with several of which all but the first never replay: the actions of a frame may be fed at once.
 """
 
 from __future__ import annotations
@@ -170,8 +171,9 @@ class _Session:
         rows, new = hidden.shape[:2]
         past = 0 if cache is None else int(cache.get_seq_length())
         known = self.sequences.get(cache) if cache is not None else None
-        self.stepping = new == 1 and past > 0
-        if self.stepping and known is not None and known.position == past and known.rows == rows:
+        goes_on = known is not None and known.position == past and known.rows == rows and self._foretold(known, new)
+        self.stepping = past > 0 and (new == 1 or goes_on)
+        if known is not None and goes_on:
             self.now = known
             return
         # a prefill, or a cache that was filled, cut or resized by others: whatever it holds is the prompt
@@ -179,6 +181,11 @@ class _Session:
         if cache is not None:
             self.sequences[cache] = self.now
             cache.__dict__["reorder_cache"] = _refuse_to_reorder
+
+    def _foretold(self, sequence: _Sequence, new: int) -> bool:
+        """Whether a call of several positions is a step: all but the first never replay."""
+        place, n = sequence.position - sequence.prefix - self.geometry.lead, self.geometry.tokens_per_frame
+        return all((place + ahead) % n in self.geometry.never_replay for ahead in range(1, new))
 
     def _observe_attention(self) -> None:
         for module in self.parts.attentions:
@@ -192,8 +199,8 @@ class _Session:
         original = config._attn_implementation or "eager"
         if not original.startswith(_PREFIX):  # blocks share their config
             _register(original)
-            config._attn_implementation = _PREFIX + original
-            self.undo.append(lambda: setattr(config, "_attn_implementation", original))
+            config._attn_implementation = {"": _PREFIX + original}  # of this config, not of those within it
+            self.undo.append(lambda: setattr(config, "_attn_implementation", {"": original}))
         _OBSERVERS[module] = self._attended
         self.undo.append(lambda: cast(None, _OBSERVERS.pop(module, None)))
 
@@ -207,8 +214,8 @@ class _Session:
             return
         assert self.now is not None
         # A static cache is longer than what it holds, a window's is shorter than what was seen.
-        last = min(self.now.position + 1, key.shape[2]) - 1
-        self.seen["rotated_query"], self.seen["rotated_key"] = query, key[:, :, last : last + 1]
+        at = min(self.now.position, key.shape[2] - query.shape[2])
+        self.seen["rotated_query"], self.seen["rotated_key"] = query[:, :, :1], key[:, :, at : at + 1]
 
     def _wrap(self, layer: int, mlp: nn.Module) -> None:
         original, own = mlp.forward, "forward" in mlp.__dict__
@@ -220,7 +227,7 @@ class _Session:
         self.undo.append(lambda: mlp.__dict__.update(forward=original) if own else mlp.__dict__.pop("forward"))
 
     def _mlp(self, layer: int, mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A step's MLP: x [B, 1, H]."""
+        """A step's MLP: x [B, S, H], of which the first position may replay and the others never do."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("replayed outputs have no gradient; decode under torch.no_grad(), or disable replay")
         assert self.now is not None
@@ -230,10 +237,13 @@ class _Session:
         assert replay is not None
         state = LayerState(*self._queries_and_key(x), x[:, 0], replay.step, layer)
         self.seen.clear()
-        output = replay.mlp(layer, lambda rows: mlp(rows[:, None])[:, 0], state)
+        output = replay.mlp(layer, lambda rows: mlp(rows[:, None])[:, 0], state)[:, None].clone()
+        if x.shape[1] > 1:
+            output = torch.cat((output, mlp(x[:, 1:])), 1)
         if layer == len(self.parts.mlps) - 1:
-            replay.advance()
-        return output[:, None]
+            for _ in range(x.shape[1]):
+                replay.advance()
+        return output
 
     def _queries_and_key(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if SCORES[self.config.score].remembers != "key":
@@ -243,9 +253,12 @@ class _Session:
                 "the attention did not go through the registry of transformers, so its score is unknown; "
                 "take score='input', or name the attention module in the adapter"
             )
-        rotated = self.seen["rotated_query"]
-        query = self.seen.get("query", rotated)
-        return query.reshape(len(x), *rotated.shape[1::2]).unsqueeze(2), rotated, self.seen["rotated_key"]
+        rotated, key = self.seen["rotated_query"], self.seen["rotated_key"]
+        if "query" not in self.seen:
+            return rotated, rotated, key
+        rows, length, _ = x.shape
+        query = self.seen["query"].reshape(rows, length, *rotated.shape[1::2])[:, :1].transpose(1, 2)
+        return query, rotated, key
 
     def _new_replay(self, x: Tensor) -> ReplayCache:
         key = self.seen.get("rotated_key")
@@ -271,7 +284,7 @@ def _register(name: str) -> None:
         observe = _OBSERVERS.get(module)
         if observe is not None:
             observe(query, key)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        eager = getattr(sys.modules[type(module).forward.__module__], "eager_attention_forward", None)
         return AttentionInterface().get_interface(name, cast(Any, eager))(module, query, key, *args, **kwargs)
 
     masks = AttentionMaskInterface()
