@@ -109,6 +109,12 @@ def test_in_bfloat16_score_and_threshold_are_bfloat16():
         assert pipe(PROMPTS[0], frames=2, replay=config).trace.replayed[16, 0, 0] == replays
 
 
+def test_a_prompt_beyond_what_the_decoder_was_trained_on_is_warned_of(golden):
+    assert golden.model.check_prompt(PROMPTS[0]) == []
+    (warning,) = golden.model.check_prompt("a " * 5000)
+    assert "but tiny-vila-u was trained on 4096" in warning
+
+
 def test_codebooks_by_depth_and_resized_latents(other):
     codec = other.model.codec
     codes = torch.randint(10, (2, 6, 3))

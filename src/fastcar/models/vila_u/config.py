@@ -60,10 +60,17 @@ class RQVAEConfig:
 
 @dataclass(frozen=True)
 class VilaUConfig:
-    """A whole checkpoint; ``folders`` are those of its parts ``llm``, ``vision_tower`` and ``mm_projector``."""
+    """A whole checkpoint.
+
+    Attributes:
+        max_positions: positions that the decoder was trained on; None if the checkpoint does not say.
+        frames: of a clip if nobody says.
+        folders: of the parts ``llm``, ``vision_tower`` and ``mm_projector``.
+    """
 
     decoder: DecoderConfig
     vocab_size: int
+    max_positions: int | None
     depth_head: DepthHeadConfig
     rqvae: RQVAEConfig
     frames: int
@@ -108,7 +115,7 @@ def read_config(folder: Path) -> VilaUConfig:
     ):
         if one != other:
             raise ValueError(f"{path}: rqtransformer has the {name} {one}, but its partner has {other}")
-    return VilaUConfig(decoder, vocabulary, depth_head, rqvae, frames, folders)
+    return VilaUConfig(decoder, vocabulary, llm.get("max_position_embeddings"), depth_head, rqvae, frames, folders)
 
 
 def _decoder(llm: dict[str, Any], path: Path) -> DecoderConfig:

@@ -73,7 +73,11 @@ class VilaU:
     def check_prompt(self, prompt: str) -> list[str]:
         if not prompt.strip():
             raise ValueError(f"the prompt {prompt!r} has no words; say what the clip shall show")
-        return []
+        most, clip = self.config.max_positions, self.geometry(self.frames).tokens
+        words = len(self.tokenizer.encode(template(prompt, self.frames)))
+        if most is None or words + clip <= most:
+            return []
+        return [f"prompt and clip take {words} + {clip} positions, but {self.name} was trained on {most}; shorten it"]
 
     def token_ids(self, prompts: Sequence[str], guided: bool, frames: int) -> tuple[Tensor, Tensor]:
         """Ids int64 [B, P] and mask bool [B, P], left-padded; with ``guided``, as many blank rows follow."""
