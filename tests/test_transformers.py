@@ -1,7 +1,9 @@
 """Replay in stock Hugging Face decoders, on tiny random models of every family that is claimed."""
 
+import gc
 import math
 import sys
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -336,7 +338,8 @@ def test_guidance_rows_and_guidance_in_generate():
         assert torch.equal(model.generate(prompt, **options), stock)
     with fastcar.replay(model, config_of(family, -math.inf, "tas")):
         model.generate(prompt, **options)
-        assert fastcar.stats(model).replay_ratio == 1 and len(fastcar.trace(model).replayed) == 19
+        trace = fastcar.trace(model)
+        assert trace.replayed.shape == (19, 2, 4) and trace.pairs and trace.statistics().by_branch == (1, 1)
 
 
 @pytest.mark.parametrize("score", ["tas", "tas-official", "input"])
@@ -394,6 +397,75 @@ def test_a_target_ratio_and_a_long_generation():
     assert len(trace.statistics().by_frame) == 13
 
 
+def bytes_of_tensors():
+    """Of all tensors that are alive, parameters apart."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_what_is_remembered_is_one_frame_however_long_the_clip():
+    family = Family(FAMILIES["llama"].build, steps=200)
+    model, held = build(family), []
+    fastcar.enable(model, config_of(family, -math.inf, "tas"))
+    for steps in (20, 200):
+        decode(model, tokens_of(family, rows=1)[:, : 4 + steps])
+        held.append(bytes_of_tensors())
+    assert held[0] == held[1]
+    fastcar.disable(model)
+
+
+def test_a_static_window_gives_the_scores_of_a_dynamic_one():
+    family = FAMILIES["mistral"]
+    model, tokens, scores = build(family), tokens_of(family), []
+    for cache in (hf.DynamicCache(config=model.config), hf.StaticCache(config=model.config, max_cache_len=40)):
+        with fastcar.replay(model, config_of(family, math.inf, "tas")):
+            decode(model, tokens, cache=cache)
+            scores.append(fastcar.trace(model).scores)
+    np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+def test_a_model_that_is_dropped_is_freed():
+    model = build(FAMILIES["llama"])
+    fastcar.enable(model, config_of(FAMILIES["llama"], 0.0, "tas"))
+    decode(model, tokens_of(FAMILIES["llama"]))
+    refs = weakref.ref(model), weakref.ref(model.model.layers[0])
+    del model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_models_may_share_a_config_but_not_their_mlps():
+    family = FAMILIES["llama"]
+    one = build(family)
+    other = hf.LlamaForCausalLM(one.config).eval()
+    for model in (one, other):
+        fastcar.enable(model, config_of(family, -math.inf, "tas"))
+    fastcar.disable(one)
+    decode(other, tokens_of(family))
+    assert fastcar.stats(other).replay_ratio == 1
+    with pytest.raises(ValueError, match="shares MLPs"):
+        fastcar.enable(other.model, config_of(family, 0.0, "tas"))
+    fastcar.disable(other)
+    assert one.config._attn_implementation == "sdpa"
+
+
+def test_the_attention_function_is_called_by_its_own_name(family):
+    names, sdpa = set(), hf.AttentionInterface()["sdpa"]
+
+    def attend(module, *args, **kwargs):
+        names.add(module.config._attn_implementation)
+        return sdpa(module, *args, **kwargs)
+
+    hf.AttentionInterface.register("watched", attend)
+    hf.AttentionMaskInterface.register("watched", hf.AttentionMaskInterface()["sdpa"])
+    model = build(family)
+    model.set_attn_implementation("watched")
+    with fastcar.replay(model, config_of(family, 0.0, "tas")):
+        decode(model, tokens_of(family))
+    assert names == {"watched"}
+
+
 def test_an_exception_inside_restores_the_model():
     family = FAMILIES["llama"]
     model, tokens = build(family), tokens_of(family)
@@ -404,9 +476,12 @@ def test_an_exception_inside_restores_the_model():
     with pytest.raises(ValueError, match="not enabled"):
         fastcar.stats(model)
     fastcar.enable(model, config_of(family, -math.inf, "tas"))
+    decode(model, tokens)
+    assert fastcar.trace(model).geometry.prefix == 4
     with fastcar.replay(model, config_of(family, math.inf, "input")):
         decode(model, tokens)
         assert fastcar.stats(model).replay_ratio == 0
+    assert fastcar.stats(model).replay_ratio == 1
     decode(model, tokens)
     assert fastcar.stats(model).replay_ratio == 1  # what was enabled before is enabled again
 
@@ -446,6 +521,11 @@ def test_what_cannot_be_followed_is_refused():
         ({"threshold": 0.0, "tokens_per_frame": 5}, {"lead": -1}, "lead"),
         ({"threshold": 0.0, "tokens_per_frame": 5}, {"adapter": DecoderAdapter("model.blocks")}, "'model.blocks'"),
         ({"threshold": 0.0, "tokens_per_frame": 5}, {"adapter": DecoderAdapter("model.layers", mlp="ff")}, "mlp='ff'"),
+        (
+            {"threshold": 0.0, "tokens_per_frame": 5, "score": "tas"},
+            {"adapter": DecoderAdapter("model.layers", attention="input_layernorm", query=None)},
+            "LlamaRMSNorm does not take",
+        ),
         (
             {"threshold": 0.0, "tokens_per_frame": 5, "score": "tas-official"},
             {"adapter": DecoderAdapter("model.layers", query=None)},

@@ -8,12 +8,14 @@ is one with several of which all but the first never replay: the actions of a fr
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,7 @@ __all__ = ["disable", "enable", "replay", "stats", "trace"]
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, _Session] = weakref.WeakKeyDictionary()
 _OBSERVERS: weakref.WeakKeyDictionary[nn.Module, Callable[[Tensor, Tensor], None]] = weakref.WeakKeyDictionary()
+_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _PREFIX = "fastcar|"
 
 
@@ -82,7 +85,11 @@ def enable(
     parts = adapter.parts(model)
     config.check(len(parts.blocks))
     disable(model)
-    _SESSIONS[model] = _Session(parts, config, geometry, pairs)
+    if any(mlp in _WRAPPED for mlp in parts.mlps):
+        raise ValueError(f"replay is enabled in a model that shares MLPs with this {name}; disable it there first")
+    session = _Session(parts, config, geometry, pairs)
+    session.open()
+    _SESSIONS[model] = session
 
 
 def disable(model: nn.Module) -> None:
@@ -102,7 +109,8 @@ def replay(model: nn.Module, config: ReplayConfig, **options: Any) -> Iterator[n
     finally:
         disable(model)
         if before is not None:
-            _SESSIONS[model] = _Session(before.parts, before.config, before.geometry, before.pairs)
+            before.open()
+            _SESSIONS[model] = before
 
 
 def stats(model: nn.Module) -> ReplayStats:
@@ -117,21 +125,31 @@ def stats(model: nn.Module) -> ReplayStats:
 def trace(model: nn.Module) -> ReplayTrace:
     """Every decision of the latest generation.
 
+    Two KV caches that were prefilled one after the other and then decoded in turns, as ``generate(guidance_scale=)``
+    does, are the conditional and the blank rows of one.
+
     Raises:
         ValueError: replay is not enabled, or nothing was decoded yet.
     """
     session = _SESSIONS.get(model)
     if session is None:
         raise ValueError(f"replay is not enabled in this {type(model).__name__}; call fastcar.enable first")
-    if session.now is None or session.now.replay is None:
+    traces = [sequence.replay.trace() for sequence in session.latest if sequence.replay is not None]
+    if not traces:
         raise ValueError("nothing was decoded since replay was enabled: generate more than one token")
-    return session.now.replay.trace()
+    if len(traces) == 1:
+        return traces[0]
+    steps = min(len(trace.scores) for trace in traces)
+    scores = np.concatenate([trace.scores[:steps] for trace in traces], -1)
+    replayed = np.concatenate([trace.replayed[:steps] for trace in traces], -1)
+    return ReplayTrace(scores, replayed, traces[0].geometry, session.config, pairs=True)
 
 
 class _Sequence:
     """What is remembered of the sequences that one KV cache holds."""
 
-    def __init__(self, prefix: int, rows: int) -> None:
+    def __init__(self, cache: Cache | None, prefix: int, rows: int) -> None:
+        self.cache = None if cache is None else weakref.ref(cache)
         self.prefix, self.rows = prefix, rows
         self.replay: ReplayCache | None = None
 
@@ -148,21 +166,30 @@ class _Session:
         self.parts, self.config, self.geometry, self.pairs = parts, config, geometry, pairs
         self.sequences: weakref.WeakKeyDictionary[Cache, _Sequence] = weakref.WeakKeyDictionary()
         self.now: _Sequence | None = None  # of the latest prefill or step
+        self.latest: list[_Sequence] = []  # of the latest generation
         self.stepping = False
         self.seen: dict[str, Tensor] = {}  # of the current block: "query", "rotated_query", "rotated_key"
-        self.undo: list[Callable[[], None]] = []
-        handle = parts.blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
-        self.undo.append(handle.remove)
-        if SCORES[config.score].remembers == "key":
-            self._observe_attention()
-        for layer, mlp in enumerate(parts.mlps):
-            self._wrap(layer, mlp)
+        self.undo: list[Callable[[], object]] = []
+
+    def open(self) -> None:
+        """Hook into the model, whole or not at all."""
+        try:
+            handle = self.parts.blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+            self.undo.append(handle.remove)
+            if SCORES[self.config.score].remembers == "key":
+                self._observe_attention()
+            for layer, mlp in enumerate(self.parts.mlps):
+                self._wrap(layer, mlp)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
+        """Leave the model as it was before."""
         for cache in self.sequences:
             cache.__dict__.pop("reorder_cache", None)
-        for undo in reversed(self.undo):
-            undo()
+        while self.undo:
+            self.undo.pop()()
 
     def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first block: is this a prefill or a step, and of which sequences?"""
@@ -177,10 +204,16 @@ class _Session:
             self.now = known
             return
         # a prefill, or a cache that was filled, cut or resized by others: whatever it holds is the prompt
-        self.now = _Sequence(past if self.stepping else past + new, rows)
+        self.now = _Sequence(cache, past if self.stepping else past + new, rows)
+        self.latest = [*(before for before in self.latest if self._in_turns(before, self.now)), self.now]
         if cache is not None:
             self.sequences[cache] = self.now
             cache.__dict__["reorder_cache"] = _refuse_to_reorder
+
+    def _in_turns(self, before: _Sequence, now: _Sequence) -> bool:
+        """Whether what begins now is decoded in turns with another, as blank rows are with conditional ones."""
+        waits = before.replay is None and before.cache is not None and before.cache() is not None
+        return waits and before.cache != now.cache and before.rows == now.rows and len(self.latest) == 1
 
     def _foretold(self, sequence: _Sequence, new: int) -> bool:
         """Whether a call of several positions is a step: all but the first never replay."""
@@ -195,14 +228,25 @@ class _Session:
                 self.undo.append(module.register_forward_hook(self._projected).remove)
 
     def _show_attention(self, module: nn.Module) -> None:
-        config = cast(Any, module.config)
-        original = config._attn_implementation or "eager"
-        if not original.startswith(_PREFIX):  # blocks share their config
-            _register(original)
-            config._attn_implementation = {"": _PREFIX + original}  # of this config, not of those within it
-            self.undo.append(lambda: setattr(config, "_attn_implementation", {"": original}))
-        _OBSERVERS[module] = self._attended
-        self.undo.append(lambda: cast(None, _OBSERVERS.pop(module, None)))
+        config = cast(Any, getattr(module, "config", None))
+        name = getattr(config, "_attn_implementation", "eager") or "eager"
+        if config is None or not hasattr(sys.modules[type(module).forward.__module__], "ALL_ATTENTION_FUNCTIONS"):
+            raise ValueError(
+                f"{type(module).__name__} does not take its attention function from the registry of transformers, so "
+                "its queries and keys cannot be seen; take score='input', or name the attention module in the adapter"
+            )
+        original = name.removeprefix(_PREFIX)  # blocks share their config, and models may
+        _register(original)
+        _name(config, _PREFIX + original)
+        session = weakref.proxy(self)  # the registry must not keep alive what it is keyed by
+        _OBSERVERS[module] = lambda query, key: session._attended(query, key)
+
+        def undo() -> None:
+            _OBSERVERS.pop(module, None)
+            if not any(cast(Any, other.config) is config for other in _OBSERVERS):
+                _name(config, original)
+
+        self.undo.append(undo)
 
     def _projected(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         if self.stepping:
@@ -215,7 +259,8 @@ class _Session:
         assert self.now is not None
         # A static cache is longer than what it holds, a window's is shorter than what was seen.
         at = min(self.now.position, key.shape[2] - query.shape[2])
-        self.seen["rotated_query"], self.seen["rotated_key"] = query[:, :, :1], key[:, :, at : at + 1]
+        # A copy: a view would keep the cache's whole tensor alive, and change with a static one written in place.
+        self.seen["rotated_query"], self.seen["rotated_key"] = query[:, :, :1], key[:, :, at : at + 1].clone()
 
     def _wrap(self, layer: int, mlp: nn.Module) -> None:
         original, own = mlp.forward, "forward" in mlp.__dict__
@@ -224,6 +269,8 @@ class _Session:
             return self._mlp(layer, original, x) if self.stepping else original(x)
 
         mlp.__dict__["forward"] = forward
+        _WRAPPED.add(mlp)
+        self.undo.append(lambda: _WRAPPED.discard(mlp))
         self.undo.append(lambda: mlp.__dict__.update(forward=original) if own else mlp.__dict__.pop("forward"))
 
     def _mlp(self, layer: int, mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -264,9 +311,10 @@ class _Session:
         key = self.seen.get("rotated_key")
         kv_heads, head_dim = (0, 0) if key is None else (key.shape[1], key.shape[3])
         rows, _, hidden = x.shape
+        assert self.now is not None
         return ReplayCache(
             self.config,
-            self.geometry,
+            dataclasses.replace(self.geometry, prefix=self.now.prefix),
             len(self.parts.mlps),
             rows,
             hidden,
@@ -284,13 +332,24 @@ def _register(name: str) -> None:
         observe = _OBSERVERS.get(module)
         if observe is not None:
             observe(query, key)
-        eager = getattr(sys.modules[type(module).forward.__module__], "eager_attention_forward", None)
-        return AttentionInterface().get_interface(name, cast(Any, eager))(module, query, key, *args, **kwargs)
+        file: Any = sys.modules[type(module).forward.__module__]
+        function = file.ALL_ATTENTION_FUNCTIONS.get_interface(name, getattr(file, "eager_attention_forward", None))
+        config = cast(Any, module.config)
+        _name(config, name)  # some functions look up what they are called
+        try:
+            return function(module, query, key, *args, **kwargs)
+        finally:
+            _name(config, _PREFIX + name)
 
     masks = AttentionMaskInterface()
     AttentionInterface.register(_PREFIX + name, attend)
     if name in masks:
         AttentionMaskInterface.register(_PREFIX + name, masks[name])
+
+
+def _name(config: Any, name: str) -> None:
+    """Name the attention function of this config, and not of those within it."""
+    config._attn_implementation = {"": name}
 
 
 def _refuse_to_reorder(*args: Any, **kwargs: Any) -> None:
