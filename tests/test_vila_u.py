@@ -1,5 +1,6 @@
 """The VILA-U family: the golden checkpoint, and random ones of every other size."""
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import fastcar
 from fastcar import ReplayConfig
 from fastcar.cli import main
+from fastcar.models.vila_u.config import read_config
 from fastcar.models.vila_u.prompt import LlamaTokenizer, template
 
 from .vila_u_checkpoint import GOLDEN, LLM, VISION, add_encoder, write_checkpoint
@@ -216,7 +218,8 @@ def remove(key):
         ("llm/config.json", lambda c: c.update(rope_scaling={"type": "linear"}), "rope_scaling must be None"),
         ("llm/config.json", lambda c: c.update(num_key_value_heads=4), "heads"),
         ("llm/config.json", lambda c: c.update(intermediate_size=96), r"gate_proj.weight' must be \[96, 48\], got"),
-        ("llm/config.json", lambda c: c.update(num_hidden_layers=4), "holds no tensor 'model.layers.3"),
+        ("llm/config.json", lambda c: c.update(num_hidden_layers=10**9), "holds no tensor 'model.layers.999999999"),
+        ("llm/config.json", lambda c: c.update(num_attention_heads=0), "num_attention_heads must be .* got 0"),
         ("llm/config.json", lambda c: c.update(hidden_size="big"), "hidden_size|malformed"),
         ("vision_tower/config.json", lambda c: c["rqtransformer"].update(vocab_size=11), "codebook size 11"),
         ("vision_tower/config.json", lambda c: c["rqvaesiglip"]["ddconfig"].pop("ch"), "'ch'"),
@@ -228,6 +231,30 @@ def test_a_wrong_config_is_named(folder, tmp_path, path, change, shown):
     copied = changed(shutil.copytree(folder, tmp_path / "copy"), path, change)
     with pytest.raises(ValueError, match=shown):
         fastcar.load(copied)
+
+
+def leaves(value, path=()):
+    """Paths of everything in nested dictionaries."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+@pytest.mark.parametrize("part", ["config.json", "llm/config.json", "vision_tower/config.json"])
+def test_no_config_escapes_as_another_error(folder, tmp_path, part):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    text = (folder / part).read_text()
+    for path in leaves(json.loads(text)):
+        for bad in (None, "x", -1, 0, 1.5, [], True, math.nan, 10**9):
+            config = json.loads(text)
+            inner = config
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = bad
+            (copied / part).write_text(json.dumps(config))
+            with contextlib.suppress(ValueError):
+                read_config(copied)
+                fastcar.load(copied)
 
 
 @pytest.mark.parametrize(

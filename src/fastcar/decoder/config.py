@@ -33,7 +33,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 on, got {getattr(self, name)!r}")
         for name in ("rms_norm_eps", "rope_theta"):
             if not isinstance(getattr(self, name), (int, float)) or not 0 <= getattr(self, name) < float("inf"):

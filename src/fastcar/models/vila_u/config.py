@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ class DepthHeadConfig:
     hidden_size: int
     codebook_size: int
     depth: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _size(f"rqtransformer: {field.name}", getattr(self, field.name))
+        if self.width % self.heads:
+            raise ValueError(f"rqtransformer: the width {self.width!r} must be a multiple of the heads, {self.heads!r}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,20 @@ class RQVAEConfig:
     resolution: int
     latent_size: tuple[int, int] | None
 
+    def __post_init__(self) -> None:
+        for name in ("code_dim", "codebook_size", "z_channels", "out_channels", "width", "res_blocks", "resolution"):
+            _size(f"rqvaesiglip: {name}", getattr(self, name))
+        for name, length in (("grid", 3), ("latent_size", 2), ("multipliers", None), ("attention_at", None)):
+            values = getattr(self, name)
+            if values is None and name == "latent_size":
+                continue
+            if not isinstance(values, tuple) or length not in (None, len(values)):
+                raise ValueError(f"rqvaesiglip: {name} must list {length or 'some'} sizes, got {values!r}")
+            for value in values:
+                _size(f"rqvaesiglip: {name}", value)
+        if not self.multipliers:
+            raise ValueError("rqvaesiglip: ch_mult must list at least one multiplier, got []")
+
 
 @dataclass(frozen=True)
 class VilaUConfig:
@@ -75,6 +95,15 @@ class VilaUConfig:
     rqvae: RQVAEConfig
     frames: int
     folders: dict[str, Path]
+
+    def __post_init__(self) -> None:
+        _size("vocab_size", self.vocab_size)
+        _size("num_video_frames", self.frames)
+
+
+def _size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
 
 
 def read_config(folder: Path) -> VilaUConfig:
@@ -99,11 +128,14 @@ def read_config(folder: Path) -> VilaUConfig:
         head, vae = parts["vision_tower"]["rqtransformer"], parts["vision_tower"]["rqvaesiglip"]
         depth_head = _depth_head(head)
         rqvae = _rqvae(vae)
-        vocabulary, frames = int(llm["vocab_size"]), int(about.get("num_video_frames") or 8)
+        vocabulary, frames = llm["vocab_size"], about.get("num_video_frames") or 8
+        _size("max_position_embeddings", llm.get("max_position_embeddings") or 1)
     except KeyError as error:
         raise ValueError(f"{folder}: the config has no {error.args[0]!r}") from error
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{folder}: the config is malformed ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     if parts["mm_projector"].get("mm_projector_type", "mlp2x_gelu") != "mlp2x_gelu":
         kind = parts["mm_projector"]["mm_projector_type"]
         raise ValueError(f"{folders['mm_projector']}: mm_projector_type must be 'mlp2x_gelu', got {kind!r}")
@@ -122,7 +154,8 @@ def _decoder(llm: dict[str, Any], path: Path) -> DecoderConfig:
     for key, usual in (("rope_scaling", None), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if llm.get(key, usual) not in (usual, None):
             raise ValueError(f"{path}: {key} must be {usual!r}, got {llm[key]!r}; nothing else is implemented")
-    heads = int(llm["num_attention_heads"])
+    heads = llm["num_attention_heads"]
+    _size("num_attention_heads", heads)
     return DecoderConfig(
         hidden_size=llm["hidden_size"],
         layers=llm["num_hidden_layers"],
@@ -168,5 +201,5 @@ def _rqvae(vae: dict[str, Any]) -> RQVAEConfig:
         res_blocks=dd["num_res_blocks"],
         attention_at=tuple(dd.get("attn_resolutions", ())),
         resolution=dd["resolution"],
-        latent_size=(int(size[0]), int(size[1])) if size else None,
+        latent_size=tuple(size[:2]) if size else None,
     )

@@ -47,12 +47,16 @@ class VilaU:
     def __init__(self, folder: Path, config: VilaUConfig, dtype: torch.dtype) -> None:
         self.name, self.config = folder.name, config
         self.tokenizer = LlamaTokenizer(config.folders["llm"])
-        with torch.device("meta"):
-            self.decoder = LlamaModel(config.decoder)
-            self.words = nn.Embedding(config.vocab_size, config.decoder.hidden_size)
-            self.projector = Projector(config.rqvae.code_dim, config.decoder.hidden_size)
-            self.codec = RQVAE(config.rqvae, lambda: SiglipEncoder(config.folders["vision_tower"], dtype))
-            self.depth_head = RQTransformer(config.depth_head, self.codec.vectors)
+        _check_depths(config)
+        try:
+            with torch.device("meta"):
+                self.decoder = LlamaModel(config.decoder)
+                self.words = nn.Embedding(config.vocab_size, config.decoder.hidden_size)
+                self.projector = Projector(config.rqvae.code_dim, config.decoder.hidden_size)
+                self.codec = RQVAE(config.rqvae, lambda: SiglipEncoder(config.folders["vision_tower"], dtype))
+                self.depth_head = RQTransformer(config.depth_head, self.codec.vectors)
+        except RuntimeError as error:
+            raise ValueError(f"{folder}: its config asks for sizes that cannot be ({error})") from error
         for part, modules in {
             "llm": ((self.decoder, "model.{}".format), (self.words, "model.embed_tokens.{}".format)),
             "vision_tower": ((self.codec, _codec_name), (self.depth_head, "rqtransformer.{}".format)),
@@ -100,6 +104,22 @@ class VilaU:
     def recommended_replay(self, target_ratio: float) -> ReplayConfig:
         # Nothing was calibrated: both rows of a pair together, since only then are weights not read.
         return ReplayConfig(target_ratio=target_ratio, score="input", tie_guidance=True)
+
+
+def _check_depths(config: VilaUConfig) -> None:
+    """See whether the last block of each stack exists, before stacks as deep as the config says are built."""
+    last = {
+        "llm": [f"model.layers.{config.decoder.layers - 1}.input_layernorm.weight"],
+        "vision_tower": [
+            f"rqtransformer.head_transformer.blocks.{config.depth_head.layers - 1}.ln1.weight",
+            f"rqvaesiglip.decoder.up.{len(config.rqvae.multipliers) - 1}.block.{config.rqvae.res_blocks}.norm1.weight",
+        ],
+    }
+    for part, names in last.items():
+        weights = Weights(config.folders[part])
+        for name in names:
+            if name not in weights:
+                raise ValueError(f"{weights.folder} holds no tensor {name!r}, though its config asks for it")
 
 
 def _codec_name(name: str) -> str:
