@@ -80,6 +80,23 @@ def test_truncated_files_are_named(tmp_path, layout):
         _ = Weights(folder)["a.weight"]
 
 
+@pytest.mark.parametrize("layout", ["bin", "old bin"])
+def test_no_damage_escapes_as_another_error(tmp_path, layout):
+    """Pickles fail in many ways: unknown storages, torn numbers, empty stacks."""
+    whole = (write(tmp_path / "w", layout) / "pytorch_model.bin").read_bytes()
+    refused = 0
+    for place in range(0, len(whole), max(1, len(whole) // 100)):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+            (tmp_path / "w" / "pytorch_model.bin").write_bytes(damaged)
+            try:
+                weights = Weights(tmp_path / "w")
+                for name in weights.files:
+                    weights[name].sum()
+            except ValueError:
+                refused += 1
+    assert refused > 100
+
+
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no weights"):
         Weights(tmp_path)
