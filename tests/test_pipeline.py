@@ -3,9 +3,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 import fastcar
 from fastcar import ReplayConfig
+from fastcar.sampling import GivenNoise, SeededNoise
 
 PROMPT = "a red circle moving right over a plain navy background"
 OTHER = "a large blue star spinning over a striped gray background"
@@ -30,6 +32,32 @@ def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
     np.testing.assert_array_equal(alone.codes, tiny(PROMPT, seed=5).codes)
     np.testing.assert_array_equal(alone.codes, beside[1].codes)
     assert (beside[2].codes != alone.codes).any()
+
+
+def test_given_noise_draws_the_clip_again(tiny):
+    seeded = SeededNoise([5, 6], 2, 24)
+    noise = torch.stack([seeded.at(n).transpose(0, 1) for n in range(64)])
+    for given in (noise, GivenNoise(noise)):
+        for clip, seed in zip(tiny.batch([PROMPT, OTHER], [0, 0], noise=given), (5, 6), strict=True):
+            np.testing.assert_array_equal(clip.codes, tiny(clip.stats.prompt, seed=seed).codes)
+    first = tiny(PROMPT, noise=noise[:, :, :1], frames=2)  # more positions than needed
+    np.testing.assert_array_equal(first.codes, tiny(PROMPT, seed=5, frames=2).codes)
+
+
+def test_noise_for_another_clip_is_refused(tiny):
+    noise = torch.ones(64, 2, 2, 24)
+    for given, shown in (
+        (noise[:, :, :1], r"for \(2, 2, 24\) clips, depths and codes, got \(1, 2, 24\)"),  # would broadcast
+        (noise[..., :1], r"got \(2, 2, 1\)"),
+        (noise.repeat(1, 2, 1, 1), r"got \(2, 4, 24\)"),
+        (noise[:63], "63 positions"),
+        (noise[0], r"\[positions, depth, clips, codes\], got torch.float32 \[2, 2, 24\]"),
+        (noise.long(), "must be floats"),
+        (noise - 1, "above zero"),
+        (noise * torch.nan, "above zero"),
+    ):
+        with pytest.raises(ValueError, match=shown):
+            tiny.batch([PROMPT, OTHER], [0, 0], noise=given)
 
 
 @pytest.mark.parametrize("score", ["input", "tas", "tas-official", "random"])

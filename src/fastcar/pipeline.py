@@ -21,7 +21,7 @@ from fastcar.models.base import VideoModel
 from fastcar.models.registry import load_model
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.trace import ReplayStats, ReplayTrace
-from fastcar.sampling import Noise, SeededNoise, draw, guide, probabilities
+from fastcar.sampling import GivenNoise, Noise, SeededNoise, draw, guide, probabilities
 
 __all__ = ["DTYPES", "ENGINES", "Clip", "ClipStats", "Pipeline", "Timing", "load"]
 
@@ -188,6 +188,7 @@ class Pipeline:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        noise: Tensor | Noise | None = None,
         progress: Progress | None = None,
     ) -> Clip:
         """Generate a clip.
@@ -198,13 +199,15 @@ class Pipeline:
             frames: frames of the clip; the model's own number if not given.
             seed: a seed gives one clip; with and without replay the same noise is drawn.
             guidance, temperature, top_k, top_p: instead of the model's recommended sampling.
+            noise: Exp(1) values float32 [N, D, b, V] to draw from instead of the seed's, for all N positions of b
+                clips; the code drawn is ``argmax(probabilities / noise)``.
             progress: called with (frames done, frames) after every frame.
 
         Raises:
             ValueError: a bad prompt or setting.
         """
         sampling = {"guidance": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        options = {"replay": replay, "attention": attention, "frames": frames, **sampling}
+        options = {"replay": replay, "attention": attention, "frames": frames, "noise": noise, **sampling}
         return self.batch([prompt], [seed], progress=progress, **options)[0]
 
     def batch(
@@ -213,7 +216,7 @@ class Pipeline:
         """Generate a clip for each prompt and seed, together; seeds lie in 0..2**63-1. Options as for a call.
 
         A clip is the same whatever it is generated beside, up to rounding: a product of many rows may round
-        otherwise than one of few. ``noise=`` draws from given noise instead of the seeds'.
+        otherwise than one of few.
         """
         run = _Run(self, prompts, seeds, **options)
         for done, _ in enumerate(run.frames(), start=1):
@@ -267,7 +270,7 @@ class _Run:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        noise: Noise | None = None,
+        noise: Tensor | Noise | None = None,
     ) -> None:
         model, self.pipe = pipe.model, pipe
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
@@ -291,7 +294,7 @@ class _Run:
         self.prefill = time.perf_counter() - began
         self.geometry = replace(self.geometry, prefix=self.inputs.embeds.shape[1])
         self._check_memory()
-        self.noise = noise or SeededNoise(self.seeds, model.depth, model.codebook_size)
+        self.noise = self._noise(noise)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
         self.decoder = pipe.engine(model.decoder)
         self.pictures: list[Tensor] = []
@@ -308,6 +311,17 @@ class _Run:
                 f"{len(self.prompts)} clips of {self.geometry.frames} frames need a KV cache of "
                 f"{need / 2**30:.0f} GiB, but this machine has {have / 2**30:.0f} GiB; ask for fewer frames or clips"
             )
+
+    def _noise(self, given: Tensor | Noise | None) -> Noise:
+        model = self.pipe.model
+        if given is None:
+            return SeededNoise(self.seeds, model.depth, model.codebook_size)
+        noise = GivenNoise(given) if isinstance(given, Tensor) else given
+        wanted = (len(self.prompts), model.depth, model.codebook_size)
+        found = tuple(noise.at(self.geometry.tokens - 1).shape)
+        if found != wanted:  # broadcasting would draw another clip
+            raise ValueError(f"noise must be for {wanted} clips, depths and codes, got {found}")
+        return noise
 
     def frames(self) -> Iterator[Tensor]:
         """Generate; yield each frame of all clips, uint8 [b, H, W, 3]."""

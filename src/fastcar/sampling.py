@@ -92,12 +92,24 @@ class Noise(Protocol):
 
 
 class GivenNoise:
-    """Noise float32 [positions, D, b, V] drawn elsewhere: another program's clip, drawn again."""
+    """Noise float32 [positions, D, b, V] drawn elsewhere: another program's clip, drawn again.
+
+    Raises:
+        ValueError: it has another form, or a value that is not above zero, or no such position.
+    """
 
     def __init__(self, values: Tensor) -> None:
+        if values.dim() != 4 or not values.is_floating_point():
+            raise ValueError(
+                f"noise must be floats [positions, depth, clips, codes], got {values.dtype} {list(values.shape)}"
+            )
+        if not bool((values > 0).all()):
+            raise ValueError("noise must be above zero everywhere, as Exp(1) draws are")
         self.values = values
 
     def at(self, position: int) -> Tensor:
+        if position >= len(self.values):
+            raise ValueError(f"noise for {len(self.values)} positions was given, but the clip has more")
         return self.values[position].transpose(0, 1)
 
 

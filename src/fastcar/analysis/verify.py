@@ -28,7 +28,7 @@ from fastcar.models.vila_u.rqvae import to_pixels
 from fastcar.pipeline import Pipeline
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.score import temporal_attention_score
-from fastcar.sampling import GivenNoise, SamplingConfig, draw, guide, probabilities
+from fastcar.sampling import SamplingConfig, draw, guide, probabilities
 
 __all__ = ["FileReport", "verify"]
 
@@ -113,10 +113,10 @@ def verify(
         if kind is None:
             continue
         report = FileReport(path.stem)
-        recorded = _tensors(path)
+        about, recorded = read_json(path), _tensors(path)
         try:
-            _CHECKS[kind](report, pipe, read_json(path), recorded)
-        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+            _CHECKS[kind](report, pipe, about, recorded)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             told = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{path}: not a trace of this layout and model ({type(error).__name__}: {told})"
@@ -339,7 +339,7 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
         clips = pipe.batch(
             prompts,
             [0] * len(prompts),
-            noise=GivenNoise(noise),
+            noise=noise,
             replay=_replay(about["thresholds"]),
             frames=frames,
             guidance=sampling.guidance,
@@ -351,13 +351,14 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
         hook.remove()
     codes = torch.stack([torch.from_numpy(clip.codes).flatten(0, 1) for clip in clips])
     report.add("codes", codes, t["codes"], EXACT)
-    h = len(prompts)
-    skip = np.concatenate([clip.trace.replayed[:, :, half : half + 1] for half in (0, 1) for clip in clips], 2)
-    report.add("skip", torch.from_numpy(skip), t["skip"], EXACT)
-    report.add("decode_final_hidden", torch.stack(hidden[1:]), t["decode_final_hidden"], HIDDEN)
+    h, rows = len(prompts), len(hidden[0])
+    halves = range(rows // h)  # where nothing is guided, no blank rows are run; the conditional ones come first
+    skip = np.concatenate([clip.trace.replayed[:, :, half : half + 1] for half in halves for clip in clips], 2)
+    report.add("skip", torch.from_numpy(skip), t["skip"][:, :, :rows], EXACT)
+    report.add("decode_final_hidden", torch.stack(hidden[1:]), t["decode_final_hidden"][:, :rows], HIDDEN)
     with torch.no_grad():
-        logits = [model.depth_head.logits(x, codes[:, i].repeat(2, 1)) for i, x in enumerate(hidden)]
-        guided = torch.stack([guide(x, sampling.guidance) for x in logits]).transpose(1, 2)
+        logits = [model.depth_head.logits(x, codes[:, i].repeat(len(halves), 1)) for i, x in enumerate(hidden)]
+        guided = torch.stack([guide(x, sampling.guidance) if sampling.guided else x for x in logits]).transpose(1, 2)
         report.add("probs", probabilities(guided, sampling), t["probs"], HIDDEN)
         by_frame = codes.unflatten(1, (frames, -1)).flatten(0, 1)
         raw = model.codec.raw_frames(by_frame).unflatten(0, (h, frames))
