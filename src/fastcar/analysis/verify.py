@@ -332,9 +332,8 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
     ids, mask = model.token_ids(prompts, True, frames)
     report.add("input_ids", ids, t["input_ids"], EXACT)
     report.add("attention_mask", mask, t["attention_mask"], EXACT)
-    hidden: list[Tensor] = []
+    sampling, hidden = _sampling_config(about, about["cfg"]), list[Tensor]()
     hook = model.decoder.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output.detach()))
-    sampling = _sampling_config(about, about["cfg"])
     try:
         clips = pipe.batch(
             prompts,
