@@ -24,8 +24,9 @@ import fastcar
 from fastcar import AttentionConfig
 from fastcar.analysis.evaluate import evaluate_world
 from fastcar.metrics.image import psnr, ssim
-from fastcar.metrics.world import adherence
+from fastcar.metrics.world import Judgement, adherence, judge
 from fastcar.replay import ReplayConfig
+from fastcar.training.world import Scene
 
 POLICIES: dict[str, ReplayConfig | None] = {
     "dense": None,
@@ -74,18 +75,23 @@ def main() -> None:
     pipe = fastcar.load(args.model)
     rows: dict[str, dict[str, object]] = {}
     dense_frames, dense_motion, dense_seconds = [], np.zeros(0, bool), 0.0
-    for name in ["dense", *(n for n in names if n != "dense")]:
-        judgements, clips, scenes = [], [], []
-        replay, attention = setting(name)
-        options = {"split": args.split, "frozen": name.startswith("frozen")}
-        for seed in range(args.seeds):
-            run = evaluate_world(pipe, args.prompts, seed, replay=replay, attention=attention, **options)
-            judgements += run.judgements
-            scenes += run.scenes
-            clips += run.clips or []
-        frames = [c.frames for c in clips]
+    judgements: list[Judgement] = []
+    clips: list[fastcar.Clip] = []
+    scenes: list[Scene] = []
+    frozen = [name for name in names if name.startswith("frozen")]
+    for name in ["dense", *frozen, *(n for n in names if n != "dense" and n not in frozen)]:
         if name.startswith("frozen"):
-            frames = [np.repeat(f[:1], len(f), 0) for f in frames]
+            frames = [np.repeat(f[:1], len(f), 0) for f in dense_frames]
+            judgements = [judge(f, scene) for f, scene in zip(frames, scenes, strict=True)]
+        else:
+            replay, attention = setting(name)
+            judgements, clips, scenes = [], [], []
+            for seed in range(args.seeds):
+                run = evaluate_world(pipe, args.prompts, seed, replay=replay, attention=attention, split=args.split)
+                judgements += run.judgements
+                scenes += run.scenes
+                clips += run.clips or []
+            frames = [c.frames for c in clips]
         moving = np.array([scene.sprites[0].motion != "still" for scene in scenes])
         motion = np.array([j.motion for j in judgements])[moving]
         seconds = sum(c.stats.timing.decode / c.stats.clips_in_batch for c in clips)

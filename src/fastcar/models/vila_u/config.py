@@ -169,6 +169,9 @@ def _decoder(llm: dict[str, Any], path: Path) -> DecoderConfig:
 
 
 def _depth_head(head: dict[str, Any]) -> DepthHeadConfig:
+    for key, usual in (("gelu", "v1"), ("attn_bias", True), ("mlp_bias", True)):
+        if head["head"]["block"].get(key, usual) != usual:
+            raise ValueError(f"rqtransformer: {key} must be {usual!r}, got {head['head']['block'][key]!r}")
     return DepthHeadConfig(
         width=head["embed_dim"],
         layers=head["head"]["n_layer"],
