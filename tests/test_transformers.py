@@ -446,6 +446,12 @@ def test_models_may_share_a_config_but_not_their_mlps():
     assert fastcar.stats(other).replay_ratio == 1
     with pytest.raises(ValueError, match="shares MLPs"):
         fastcar.enable(other.model, config_of(family, 0.0, "tas"))
+    assert fastcar.stats(other).replay_ratio == 1
+    wrong = DecoderAdapter("model.layers", attention="input_layernorm", query=None)
+    with pytest.raises(ValueError, match="does not take"):  # what was enabled before is kept
+        fastcar.enable(other, config_of(family, 0.0, "tas"), adapter=wrong)
+    decode(other, tokens_of(family))
+    assert fastcar.stats(other).replay_ratio == 1
     fastcar.disable(other)
     assert one.config._attn_implementation == "sdpa"
 

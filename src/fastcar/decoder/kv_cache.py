@@ -140,11 +140,10 @@ class KVCache:
         self.late_sink = self.ring and position < self.alike_from  # a short prompt's first tokens are sinks too
         if self.late_sink:
             self.slot: int | Tensor = self._slots(torch.full_like(self.rows, position)[:, None])[:, 0]
-            self.usable[self.rows, self.slot] = True
         else:
             self.slot = self.sinks + (position - self.sinks) % self.window if self.ring else position
-            self.usable[:, self.slot] = True
         if self.padded or self.masked:
+            self.usable[self.rows, self.slot] = True
             usable = self.usable[:, : self.used]
             if self.masked:
                 place = torch.arange(self.used, device=usable.device)

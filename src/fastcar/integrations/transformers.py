@@ -84,19 +84,28 @@ def enable(
     )
     parts = adapter.parts(model)
     config.check(len(parts.blocks))
-    disable(model)
-    if any(mlp in _WRAPPED for mlp in parts.mlps):
-        raise ValueError(f"replay is enabled in a model that shares MLPs with this {name}; disable it there first")
-    session = _Session(parts, config, geometry, pairs)
-    session.open()
-    _SESSIONS[model] = session
+    _put(model, _Session(parts, config, geometry, pairs))
 
 
 def disable(model: nn.Module) -> None:
     """Undo :func:`enable`: the model is as it was before, bit for bit. Does nothing where nothing is enabled."""
-    session = _SESSIONS.pop(model, None)
-    if session is not None:
-        session.close()
+    _put(model, None)
+
+
+def _put(model: nn.Module, session: _Session | None) -> None:
+    """Put a session in the place of what is enabled; if it cannot be, all stays as it was."""
+    before = _SESSIONS.pop(model, None)
+    if before is not None:
+        before.close()
+    try:
+        if session is not None:
+            session.open()
+            _SESSIONS[model] = session
+    except BaseException:
+        if before is not None:
+            before.open()
+            _SESSIONS[model] = before
+        raise
 
 
 @contextmanager
@@ -107,10 +116,7 @@ def replay(model: nn.Module, config: ReplayConfig, **options: Any) -> Iterator[n
     try:
         yield model
     finally:
-        disable(model)
-        if before is not None:
-            before.open()
-            _SESSIONS[model] = before
+        _put(model, before)
 
 
 def stats(model: nn.Module) -> ReplayStats:
@@ -263,6 +269,10 @@ class _Session:
         self.seen["rotated_query"], self.seen["rotated_key"] = query[:, :, :1], key[:, :, at : at + 1].clone()
 
     def _wrap(self, layer: int, mlp: nn.Module) -> None:
+        if mlp in _WRAPPED:
+            raise ValueError(
+                "replay is enabled in another model that shares MLPs with this one; disable it there first"
+            )
         original, own = mlp.forward, "forward" in mlp.__dict__
 
         def forward(x: Tensor) -> Tensor:
