@@ -35,7 +35,7 @@ def test_infinite_thresholds_mean_always_and_never():
 def test_target_ratio_is_met_whatever_the_scores(target, drift):
     """Scores of any scale, drifting upwards as replayed tokens' scores do."""
     layers, rows, steps = 4, 3, 448
-    policy = TargetRatioPolicy([target] * layers, rows, window=64)
+    policy = TargetRatioPolicy([target] * layers, rows, window=64, steps=steps)
     rng = np.random.default_rng(0)
     done = np.zeros((layers, rows))
     for step in range(steps):
@@ -50,8 +50,9 @@ def test_target_ratio_is_met_whatever_the_scores(target, drift):
 def test_each_layer_meets_its_own_ratio(frames):
     """Also in a short clip, and beside layers that cannot meet theirs."""
     ratios = [1.0, 0.0, 0.5, 0.8]
-    policy, rng = TargetRatioPolicy(ratios, 5, window=64), np.random.default_rng(0)
-    done, steps = np.zeros((4, 5)), 64 * (frames - 1)
+    steps = 64 * (frames - 1)
+    policy, rng = TargetRatioPolicy(ratios, 5, window=64, steps=steps), np.random.default_rng(0)
+    done = np.zeros((4, 5))
     for _ in range(steps):
         scores = rng.standard_normal((4, 5), np.float32)
         mask = np.stack([policy.decide(n, scores[n]) for n in range(4)])
@@ -59,6 +60,36 @@ def test_each_layer_meets_its_own_ratio(frames):
         policy.observe(scores, mask)
         done += mask
     assert np.abs(done[1:].mean(1) / steps - ratios[1:]).max() < 0.04
+
+
+@pytest.mark.parametrize("target", [0.25, 0.5, 0.8])
+def test_pooled_layers_meet_the_ratio_together(target):
+    """The layers with the higher scores give the most, and one that is excluded is left out of the count."""
+    ratios, steps = [target, 0.0, target, target], 7 * 64
+    policy, rng = TargetRatioPolicy(ratios, 3, window=64, steps=steps, pooled=True), np.random.default_rng(0)
+    done = np.zeros((4, 3))
+    for _ in range(steps):
+        scores = rng.random((4, 3), np.float32) + np.float32([[0.0], [9.0], [0.2], [0.4]])
+        mask = np.stack([policy.decide(n, scores[n]) for n in range(4)])
+        policy.observe(scores, mask)
+        done += mask
+    done /= steps
+    assert not done[1].any()
+    assert (done[0] < done[2]).all() and (done[2] < done[3]).all()
+    assert np.abs(done[[0, 2, 3]].mean(0) - target).max() < 0.02
+
+
+def test_a_region_of_a_frame_may_compute_throughout():
+    """Half of each frame changes: at a target of a half, all of the other half replays and nothing else does."""
+    steps = 10 * 64
+    policy, rng = TargetRatioPolicy([0.5], 1, window=64, steps=steps), np.random.default_rng(0)
+    done = np.zeros((steps, 1), bool)
+    for step in range(steps):
+        score = rng.random((1, 1), np.float32) + (step // 32 % 2)
+        done[step] = policy.decide(0, score[0])
+        policy.observe(score, done[step : step + 1])
+    late = done[3 * 64 : 9 * 64].reshape(-1, 2, 32)
+    assert late[:, 0].mean() < 0.1 and late[:, 1].mean() > 0.9
 
 
 def test_target_ratio_keeps_rows_apart():

@@ -54,22 +54,29 @@ class ThresholdPolicy:
 class TargetRatioPolicy:
     """Meet a target ratio by steering every row's thresholds while it generates.
 
-    The threshold of a layer is a quantile of the row's own scores over the last frame, so no scale need be known
-    beforehand and every layer replays its share. A quantile alone overshoots, because a replayed token stays still
-    and earns more replay; therefore the share asked for is the target plus what the layer owes so far,
-    spread over the next eighth of a frame.
+    A threshold is a quantile of the row's own scores over the last frame, so no scale need be known beforehand. A
+    quantile alone overshoots, because a replayed token stays still and earns more replay; therefore the share asked
+    for is the target plus what is owed so far, spread over the next frame, or what is left of the last one. It must
+    not be paid sooner: what moves takes a few rows of a frame, and there hardly anything may be replayed.
 
     Args:
         ratios: the share of each layer's MLPs to replay, 0..1.
         rows: rows of the batch (B).
         window: scores remembered per layer and row; one frame is the natural choice, 256 are always enough.
+        steps: steps of the clip that may replay; None if that is not known.
+        pooled: the ratios are one (or zero) for all layers, and their scores mean the same in each: one threshold and
+            one debt for all, so that layers which change more compute more. Else every layer meets its own ratio.
     """
 
-    def __init__(self, ratios: list[float], rows: int, window: int) -> None:
+    def __init__(
+        self, ratios: list[float], rows: int, window: int, steps: int | None = None, pooled: bool = False
+    ) -> None:
         self.ratios = np.array(ratios, np.float32)[:, None]
+        steered = [n for n, ratio in enumerate(ratios) if ratio > 0]
+        self.groups = np.array([steered] if pooled else [[n] for n in steered], int)  # layers that share a threshold
         self.recent = np.full((window, len(ratios), rows), np.nan, np.float32)
-        self.owed = np.zeros((len(ratios), rows), np.float32)
-        self.seen = 0
+        self.owed = np.zeros((len(self.groups), rows), np.float32)
+        self.seen, self.steps = 0, steps or 0
         self.thresholds = np.full((len(ratios), rows), np.inf, np.float32)
 
     def decide(self, layer: int, scores: np.ndarray) -> np.ndarray:
@@ -79,15 +86,21 @@ class TargetRatioPolicy:
         window = len(self.recent)
         self.recent[self.seen % window] = scores
         self.seen += 1
-        self.owed += self.ratios - replayed
+        if not self.groups.size:
+            return
+        self.owed += (self.ratios - replayed)[self.groups].mean(1)
         if self.seen > window and self.seen % max(1, window // 16):
             return  # quantiles of a whole frame change slowly
-        share = (self.ratios + self.owed / max(1, window // 8)).clip(0, 1) * (self.ratios > 0)
-        known = min(self.seen, window)
-        ordered = np.sort(self.recent[:known], 0)
-        index = np.ceil((1 - share) * known).astype(int)
-        picked = np.take_along_axis(ordered, index.clip(max=known - 1)[None], 0)[0]
-        self.thresholds = np.where(index >= known, np.inf, np.where(index == 0, -np.inf, picked))
+        left = self.steps - self.seen
+        spread = min(window, max(left, window // 8, 1)) if left > 0 else window
+        share = (self.ratios[self.groups[:, 0]] + self.owed / spread).clip(0, 1)
+        ordered = np.swapaxes(self.recent[: self.seen, self.groups], 0, 1)  # [groups, steps, layers of one, B]
+        ordered = np.sort(ordered.reshape(len(self.groups), -1, scores.shape[1]), 1)
+        count = ordered.shape[1]
+        index = np.ceil((1 - share) * count).astype(int)
+        picked = np.take_along_axis(ordered, index.clip(max=count - 1)[:, None], 1)[:, 0]
+        picked = np.where(index >= count, np.inf, np.where(index == 0, -np.inf, picked))
+        self.thresholds[self.groups] = picked[:, None]
 
 
 def make_policy(config: ReplayConfig, layers: int, rows: int, geometry: Geometry, dtype: torch.dtype) -> Policy:
@@ -97,8 +110,14 @@ def make_policy(config: ReplayConfig, layers: int, rows: int, geometry: Geometry
         ValueError: the config does not fit the model or the clip.
     """
     config.check(layers, geometry.frames, geometry.tokens_per_frame)
-    if config.target_ratio is not None:
-        return TargetRatioPolicy(config.layer_ratios(layers), rows, min(geometry.tokens_per_frame, 256))
     score = SCORES[config.score]
+    if config.target_ratio is not None:
+        return TargetRatioPolicy(
+            config.layer_ratios(layers),
+            rows,
+            window=min(geometry.tokens_per_frame, 256),
+            steps=sum(map(geometry.may_replay, range(geometry.steps))),
+            pooled=score.comparable and not isinstance(config.target_ratio, tuple),
+        )
     strict = score.strict if config.strict is None else config.strict
     return ThresholdPolicy(config.thresholds(layers), strict, score.dtype or dtype)

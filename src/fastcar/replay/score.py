@@ -47,6 +47,7 @@ class Score:
         remembers: what must be kept of the last N positions: each position's ``"key"``, or the MLP ``"input"`` that
             produced the output now in the ring.
         strict: whether its source replays above the threshold only.
+        comparable: whether a value means the same in every layer, so that one threshold may serve all.
         dtype: in which it is computed; None: the model's.
         compute: ``(state, remembered) -> scores``, float32 [B].
     """
@@ -55,6 +56,7 @@ class Score:
     source: str
     remembers: Literal["key", "input"] | None
     strict: bool
+    comparable: bool
     dtype: torch.dtype | None
     compute: Callable[[LayerState, Tensor | None], np.ndarray]
 
@@ -102,6 +104,7 @@ SCORES = {
             "output changes little where its input does",
             "input",
             False,
+            True,
             torch.float32,
             _input,
         ),
@@ -109,6 +112,7 @@ SCORES = {
             "tas",
             "arXiv 2505.14709: query and aligned key, both after RoPE; replay at or above",
             "key",
+            False,
             False,
             None,
             _tas,
@@ -118,9 +122,10 @@ SCORES = {
             "the paper's official code: query before RoPE, aligned key after RoPE; replay above",
             "key",
             True,
+            False,
             None,
             _tas_official,
         ),
-        Score("random", "a control: uniform in 0..1 by step and layer", None, False, torch.float32, _random),
+        Score("random", "a control: uniform in 0..1 by step and layer", None, False, True, torch.float32, _random),
     )
 }
