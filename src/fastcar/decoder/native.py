@@ -1,0 +1,292 @@
+"""The native decoder: one call a step, all layers inside, weights packed as one sequential stream.
+
+Decoding reads every weight for every position, so memory bounds it; the sources in ``csrc`` say how they get near
+that bound. Activations are float32 in every precision. Where the extension was not built, :func:`unavailable` tells why
+and everything else of the package works on PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastcar.decoder.config import DecoderConfig
+from fastcar.decoder.kv_cache import AttentionConfig
+from fastcar.decoder.llama import LlamaModel
+from fastcar.geometry import Geometry
+from fastcar.replay.config import ReplayConfig
+from fastcar.replay.policy import Policy, TargetRatioPolicy, ThresholdPolicy, make_policy
+from fastcar.replay.score import SCORES
+from fastcar.replay.trace import ReplayTrace
+
+if TYPE_CHECKING:
+    _native: Any
+    _failure: str | None
+else:
+    try:
+        from fastcar.decoder import _native
+
+        _native.isa()
+        _failure = None
+    except Exception as error:  # whatever is wrong with a build, PyTorch still works
+        _native, _failure = None, f"{type(error).__name__}: {error}"
+
+__all__ = ["PRECISIONS", "NativeDecoder", "NativeWeights", "describe", "set_threads", "unavailable"]
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+
+
+def unavailable() -> str | None:
+    """Why the native decoder cannot be used here; None if it can."""
+    return _failure
+
+
+def describe() -> str:
+    """Instruction set and threads in use."""
+    return f"{_native.isa()}, {_native.threads()} threads"
+
+
+def set_threads(threads: int) -> None:
+    """Use so many threads from now on; 0 for ``FASTCAR_THREADS`` or the CPUs this process may use.
+
+    Raises:
+        ValueError: not in 0..512.
+    """
+    _native.set_threads(threads)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+
+def _storage(tensors: list[Tensor], precision: str) -> str:
+    """How to store weights: what is exact in bfloat16 needs no more room to be float32."""
+    if precision == "float32" and all(bool((t.bfloat16().to(t.dtype) == t).all()) for t in tensors):
+        return "bfloat16"
+    return precision
+
+
+def pack(*linears: nn.Linear, precision: str, gated: bool = False) -> Any:
+    """Weights of linear layers with the same input, one below the other, as one matrix."""
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = np.concatenate([_array(b) for b in biases]) if biases else None
+    return _native.pack([_array(w) for w in weights], _storage(weights, precision), gated, bias)
+
+
+@dataclass(frozen=True)
+class NativeWeights:
+    """A decoder's packed weights; any number of :class:`NativeDecoder` share them.
+
+    Attributes:
+        precision: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (groups of 64 inputs with a scale; activations in 16
+            bits). Keys and values are kept in bfloat16 if it is ``"bfloat16"``, else in float32.
+    """
+
+    config: DecoderConfig
+    precision: str
+    packed: Any
+
+    @classmethod
+    def pack(cls, model: LlamaModel, precision: str = "float32", release: bool = False) -> NativeWeights:
+        """Pack a model's weights, layer by layer.
+
+        Args:
+            release: free the model's own weights on the way, so that they never stand in memory twice.
+
+        Raises:
+            RuntimeError: the native decoder is not available.
+            ValueError: an unknown precision, or weights that are not finite.
+        """
+        if _failure:
+            raise RuntimeError(f"the native decoder is not available ({_failure}); use engine='reference'")
+        if precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}")
+        c = model.config
+        blocks = []
+        for layer in model.blocks():
+            a, mlp = layer.self_attn, layer.mlp
+            blocks.append(
+                _native.block(
+                    _norm(layer.input_layernorm, c),
+                    _norm(layer.post_attention_layernorm, c),
+                    pack(a.q_proj, a.k_proj, a.v_proj, precision=precision),
+                    pack(a.o_proj, precision=precision),
+                    pack(mlp.gate_proj, mlp.up_proj, precision=precision, gated=True),
+                    pack(mlp.down_proj, precision=precision),
+                    True,
+                )
+            )
+            if release:
+                layer.to("meta")
+        inverse = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+        packed = _native.weights(
+            c.hidden_size,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            c.intermediate_size,
+            inverse.numpy(),
+            blocks,
+            _norm(model.norm, c),
+            precision == "bfloat16",
+        )
+        return cls(c, precision, packed)
+
+
+def _norm(norm: nn.RMSNorm, config: DecoderConfig) -> Any:
+    return _native.norm(_array(norm.weight), None, config.rms_norm_eps)
+
+
+class NativeDecoder:
+    """Decodes in one native call a step. See :class:`~fastcar.decoder.base.Decoder`.
+
+    Policies of :mod:`fastcar.replay.policy` decide inside the call; any other is called back, once a layer.
+    """
+
+    name = "native"
+
+    def __init__(self, weights: NativeWeights) -> None:
+        self.weights, self.config = weights, weights.config
+        self.reset()
+
+    def reset(self) -> None:
+        self.decoder = _native.Decoder(self.weights.packed)
+        self.geometry: Geometry | None = None
+        self.replay: ReplayConfig | None = None
+        self.policy: Policy | None = None
+        self.steps = 0
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        embeds: Tensor,
+        geometry: Geometry,
+        *,
+        mask: Tensor | None = None,
+        replay: ReplayConfig | None = None,
+        attention: AttentionConfig | None = None,
+        pairs: bool = False,
+    ) -> Tensor:
+        self.reset()
+        rows, length, hidden = embeds.shape
+        if hidden != self.config.hidden_size or length != geometry.prefix or length < 1:
+            raise ValueError(
+                f"prompt embeddings must be [rows, {geometry.prefix} >= 1, {self.config.hidden_size}], "
+                f"got {tuple(embeds.shape)}"
+            )
+        real = torch.ones(rows, length, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        pads = length - real.sum(1)
+        if not bool((real == (torch.arange(length) >= pads[:, None])).all()):
+            raise ValueError("prompts must be padded on the left: the mask is False first, then True")
+        attention = attention or AttentionConfig()
+        sinks, window = attention.sizes(geometry)
+        windowed = window < geometry.positions
+        self._check_room(rows, geometry, replay, attention)
+        first = torch.zeros_like(pads) if attention.sinks == "prompt" else pads
+        hidden_states = self.decoder.prefill(
+            _array(embeds),
+            geometry.steps,
+            pads.tolist(),
+            first.tolist(),
+            sinks,
+            window if windowed else 0,
+            attention.evict and windowed,
+            attention.positions == "window" and attention.evict and windowed,
+            self._rules(replay, rows, geometry, pairs, embeds.dtype) if replay else None,
+        )
+        self.geometry, self.replay, self.rows, self.pairs = geometry, replay, rows, pairs
+        self.dtype = embeds.dtype
+        return torch.from_numpy(hidden_states).to(embeds.dtype)
+
+    def _rules(
+        self, config: ReplayConfig, rows: int, geometry: Geometry, pairs: bool, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """What the native side must know of a config."""
+        if pairs and rows % 2:
+            raise ValueError(f"guidance pairs need an even number of rows, got {rows!r}")
+        tied = pairs and config.tie_guidance
+        units = rows // 2 if tied else rows
+        policy = make_policy(config, self.config.layers, units, geometry, dtype)
+        rules: dict[str, Any] = {
+            "score": config.score,
+            "tied": tied,
+            "max_age": config.max_age or 0,
+            "bfloat16": dtype == torch.bfloat16 and SCORES[config.score].dtype is None,
+            "tokens_per_frame": geometry.tokens_per_frame,
+        }
+        if type(policy) is ThresholdPolicy:
+            rules |= {"thresholds": policy.values.tolist(), "strict": policy.compare is np.greater}
+        elif type(policy) is TargetRatioPolicy:
+            rules |= {
+                "ratios": policy.ratios[:, 0].tolist(),
+                "groups": policy.groups.tolist(),
+                "window": len(policy.recent),
+                "policy_steps": policy.steps,
+            }
+        else:
+            self.policy = policy
+            rules["decide"] = policy.decide
+        return rules
+
+    def _check_room(
+        self, rows: int, geometry: Geometry, replay: ReplayConfig | None, attention: AttentionConfig
+    ) -> None:
+        """Refuse a clip whose cache and rings exceed the machine.
+
+        Raises:
+            MemoryError: with the sums.
+        """
+        if not hasattr(os, "sysconf"):
+            return
+        c = self.config
+        width = 2 if self.weights.precision == "bfloat16" else 4
+        cache = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * attention.slots(geometry)
+        rings = c.layers * rows * geometry.tokens_per_frame * 4 * 2 * c.hidden_size if replay else 0
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        need = self.weights.packed.bytes + cache + rings
+        if need > have:
+            raise MemoryError(
+                f"{rows} rows of {geometry.frames} frames need {cache / 2**30:.1f} GiB for keys and values and "
+                f"{rings / 2**30:.1f} GiB to replay, beside {self.weights.packed.bytes / 2**30:.1f} GiB of weights; "
+                f"this machine has {have / 2**30:.1f} GiB. Ask for fewer frames or clips, or a window"
+            )
+
+    @torch.no_grad()
+    def step(self, embeds: Tensor) -> Tensor:
+        if self.geometry is None:
+            raise RuntimeError("step before prefill: feed the prompts first")
+        if self.steps >= self.geometry.steps:
+            raise RuntimeError(f"the clip has {self.geometry.steps} decode steps and all are done")
+        if embeds.shape != (self.rows, self.config.hidden_size):
+            raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
+        may_replay = self.geometry.may_replay(self.steps)
+        hidden = self.decoder.step(_array(embeds), may_replay)
+        if self.policy is not None and may_replay:
+            scores, replayed = self.decoder.last()
+            self.policy.observe(scores, replayed.astype(bool))
+        self.steps += 1
+        return torch.from_numpy(hidden).to(self.dtype)
+
+    def memory(self) -> dict[str, int]:
+        return dict(self.decoder.memory())
+
+    def trace(self) -> ReplayTrace:
+        if self.geometry is None:
+            raise RuntimeError("no clip was decoded yet")
+        if self.replay is None:
+            return ReplayTrace.dense(self.geometry, self.config.layers, self.rows, self.pairs)
+        scores, replayed = self.decoder.scores(), self.decoder.replayed().astype(bool)
+        tied = self.rows // scores.shape[2]
+        return ReplayTrace(
+            scores=np.tile(scores[: self.steps], tied),
+            replayed=np.tile(replayed[: self.steps], tied),
+            geometry=self.geometry,
+            config=self.replay,
+            pairs=self.pairs,
+        )
