@@ -133,7 +133,7 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("model")
     group.add_argument("--model", default="mini", help="a shipped model's name or a checkpoint folder (default mini)")
     group.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default float32)")
-    group.add_argument("--engine", default="auto", help="auto or reference (default auto)")
+    group.add_argument("--engine", default="auto", help="native, reference (PyTorch) or auto: native where it is available (default auto)")
     group.add_argument("--threads", type=int, help="CPU threads (default: as PyTorch chooses)")
 
 
@@ -421,17 +421,23 @@ def _info(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from fastcar import __version__
+    from fastcar.decoder import native
     from fastcar.models.registry import SHIPPED
-    from fastcar.pipeline import DTYPES, ENGINES
+    from fastcar.pipeline import DTYPES
 
+    missing = native.unavailable()
+    engines = {
+        "native": f"not available: {missing}" if missing else native.describe(),
+        "reference": "PyTorch, the specification",
+    }
     about = {
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "engines": dict.fromkeys(ENGINES, "PyTorch, the specification"),
-        "default_engine": "reference",
+        "engines": engines,
+        "default_engine": "reference" if missing else "native",
         "dtypes": list(DTYPES),
         "models": {name: _model_size(path) for name, path in SHIPPED.items()},
     }

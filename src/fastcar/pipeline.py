@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcar.decoder import native
+from fastcar.decoder.base import Decoder
 from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.decoder.reference import ReferenceDecoder
-from fastcar.models.base import VideoModel
+from fastcar.models.base import DepthHead, VideoModel
 from fastcar.models.registry import load_model
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.trace import ReplayStats, ReplayTrace
@@ -25,8 +28,9 @@ from fastcar.sampling import GivenNoise, Noise, SeededNoise, draw, guide, probab
 
 __all__ = ["DTYPES", "ENGINES", "Clip", "ClipStats", "Pipeline", "Timing", "load"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ENGINES = {"reference": ReferenceDecoder}
+# of activations and of what is not a decoder's matrix
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+ENGINES = ("native", "reference")
 
 Progress = Callable[[int, int], None]
 
@@ -174,7 +178,8 @@ class Pipeline:
         attention: AttentionConfig | None = None,
     ) -> None:
         self.model, self.dtype = model, dtype
-        self.engine, self.attention = _engine(engine), attention or AttentionConfig()
+        self.engine = _engine(_check_engine(engine, dtype), model, dtype)
+        self.attention = attention or AttentionConfig()
 
     def __call__(
         self,
@@ -296,7 +301,7 @@ class _Run:
         self._check_memory()
         self.noise = self._noise(noise)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
-        self.decoder = pipe.engine(model.decoder)
+        self.decoder, self.depth_head = pipe.engine.decoder(), pipe.engine.depth_head()
         self.pictures: list[Tensor] = []
         self.clock = _Clock()
 
@@ -343,7 +348,7 @@ class _Run:
                 clock.stop("embed")
                 hidden = decoder.step(embeds)
                 clock.stop("decoder")
-            self.codes[:, token] = model.depth_head.sample(hidden, self._chooser(token))[: len(self.prompts)]
+            self.codes[:, token] = self.depth_head.sample(hidden, self._chooser(token))[: len(self.prompts)]
             clock.stop("depth_head")
             if (token + 1) % n == 0:
                 picture = model.codec.decode(self.codes[:, None, token + 1 - n : token + 1])[:, 0]
@@ -399,12 +404,36 @@ def _whole(name: str, value: object) -> int:
     return operator.index(value)
 
 
-def _engine(name: str) -> type[ReferenceDecoder]:
-    if name == "auto":
-        name = "reference"
-    if name not in ENGINES:
+@dataclass(frozen=True)
+class Engine:
+    """What decodes: every call makes a decoder and a depth head of its own, over weights that all share."""
+
+    name: str
+    decoder: Callable[[], Decoder]
+    depth_head: Callable[[], DepthHead]
+
+
+def _check_engine(name: str, dtype: str) -> str:
+    """The engine that a name stands for."""
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if name not in ("auto", *ENGINES):
         raise ValueError(f"unknown engine {name!r}; expected auto or one of {', '.join(ENGINES)}")
-    return ENGINES[name]
+    missing = native.unavailable()
+    if name == "native" and missing:
+        raise ValueError(f"the native engine is not available ({missing}); use engine='reference'")
+    chosen = ("reference" if missing else "native") if name == "auto" else name
+    if chosen == "reference" and dtype == "int8":
+        more = f", which is not available ({missing})" if missing else ""
+        raise ValueError(f"dtype int8 needs the native engine{more}; use float32 or bfloat16")
+    return chosen
+
+
+def _engine(name: str, model: VideoModel, dtype: str) -> Engine:
+    if name == "reference":
+        return Engine(name, partial(ReferenceDecoder, model.decoder), lambda: model.depth_head)
+    weights = native.NativeWeights.pack(model.decoder, dtype)
+    return Engine(name, partial(native.NativeDecoder, weights), model.native_depth_head(dtype))
 
 
 def load(
@@ -417,15 +446,13 @@ def load(
     """Load a model: a shipped one by name, or a checkpoint folder.
 
     Args:
-        dtype: ``"float32"`` or ``"bfloat16"``, of weights and activations.
-        engine: ``"auto"`` or ``"reference"``.
+        dtype: ``"float32"``, ``"bfloat16"``, or with the native engine ``"int8"``, of the decoder's weights.
+        engine: ``"native"``, ``"reference"`` (PyTorch), or ``"auto"``: the first that is available.
         attention: what tokens attend to; all tokens before them if not given.
 
     Raises:
         FileNotFoundError: no such model.
         ValueError: an unknown dtype or engine, or a checkpoint that is damaged or of an unknown family.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
-    _engine(engine)
+    _check_engine(engine, dtype)
     return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype, attention)

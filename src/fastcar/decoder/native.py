@@ -8,16 +8,18 @@ and everything else of the package works on PyTorch.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastcar.decoder.config import DecoderConfig
 from fastcar.decoder.kv_cache import AttentionConfig
-from fastcar.decoder.llama import LlamaModel
+from fastcar.decoder.llama import MLP, LlamaLayer, LlamaModel
 from fastcar.geometry import Geometry
 from fastcar.replay.config import ReplayConfig
 from fastcar.replay.policy import Policy, TargetRatioPolicy, ThresholdPolicy, make_policy
@@ -36,7 +38,15 @@ else:
     except Exception as error:  # whatever is wrong with a build, PyTorch still works
         _native, _failure = None, f"{type(error).__name__}: {error}"
 
-__all__ = ["PRECISIONS", "NativeDecoder", "NativeWeights", "describe", "set_threads", "unavailable"]
+__all__ = [
+    "PRECISIONS",
+    "NativeDecoder",
+    "NativeDepthHead",
+    "NativeWeights",
+    "describe",
+    "set_threads",
+    "unavailable",
+]
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 
@@ -60,7 +70,8 @@ def set_threads(threads: int) -> None:
     _native.set_threads(threads)
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def array(tensor: Tensor) -> np.ndarray:
+    """Float32 and contiguous, as the native side takes it."""
     return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
 
 
@@ -71,12 +82,45 @@ def _storage(tensors: list[Tensor], precision: str) -> str:
     return precision
 
 
-def pack(*linears: nn.Linear, precision: str, gated: bool = False) -> Any:
-    """Weights of linear layers with the same input, one below the other, as one matrix."""
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = np.concatenate([_array(b) for b in biases]) if biases else None
-    return _native.pack([_array(w) for w in weights], _storage(weights, precision), gated, bias)
+def pack(*weights: Tensor, precision: str, bias: Sequence[Tensor | None] = (), gated: bool = False) -> Any:
+    """Weights [outputs, inputs] with the same inputs, one below the other, as one packed matrix.
+
+    Args:
+        bias: of each, or none at all.
+        gated: gate and up of a SwiGLU.
+    """
+    biases = [array(b) for b in bias if b is not None]
+    joined = np.concatenate(biases) if biases else None
+    return _native.pack([array(w) for w in weights], _storage(list(weights), precision), gated, joined)
+
+
+def norm(weight: Tensor, eps: float, bias: Tensor | None = None) -> Any:
+    """An RMSNorm, or a LayerNorm where there is a bias."""
+    return _native.norm(array(weight), None if bias is None else array(bias), eps)
+
+
+def block(attention_norm: Any, mlp_norm: Any, qkv: Any, out: Any, up: Any, down: Any, gated: bool) -> Any:
+    """A block of packed parts; ``gated`` for a SwiGLU, else a GELU."""
+    return _native.block(attention_norm, mlp_norm, qkv, out, up, down, gated)
+
+
+def llama_block(layer: LlamaLayer, eps: float, precision: str) -> Any:
+    """A packed block."""
+    a, mlp = layer.self_attn, cast("MLP", layer.mlp)
+    return block(
+        norm(layer.input_layernorm.weight, eps),
+        norm(layer.post_attention_layernorm.weight, eps),
+        pack(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, precision=precision),
+        pack(a.o_proj.weight, precision=precision),
+        pack(mlp.gate_proj.weight, mlp.up_proj.weight, precision=precision, gated=True),
+        pack(mlp.down_proj.weight, precision=precision),
+        gated=True,
+    )
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """As :func:`fastcar.decoder.llama.rope_tables` has them, float32 [head_dim / 2]."""
+    return (theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)).numpy()
 
 
 @dataclass(frozen=True)
@@ -110,37 +154,21 @@ class NativeWeights:
         c = model.config
         blocks = []
         for layer in model.blocks():
-            a, mlp = layer.self_attn, layer.mlp
-            blocks.append(
-                _native.block(
-                    _norm(layer.input_layernorm, c),
-                    _norm(layer.post_attention_layernorm, c),
-                    pack(a.q_proj, a.k_proj, a.v_proj, precision=precision),
-                    pack(a.o_proj, precision=precision),
-                    pack(mlp.gate_proj, mlp.up_proj, precision=precision, gated=True),
-                    pack(mlp.down_proj, precision=precision),
-                    True,
-                )
-            )
+            blocks.append(llama_block(layer, c.rms_norm_eps, precision))
             if release:
                 layer.to("meta")
-        inverse = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
         packed = _native.weights(
             c.hidden_size,
             c.heads,
             c.kv_heads,
             c.head_dim,
             c.intermediate_size,
-            inverse.numpy(),
+            rotary_frequencies(c.head_dim, c.rope_theta),
             blocks,
-            _norm(model.norm, c),
+            norm(model.norm.weight, c.rms_norm_eps),
             precision == "bfloat16",
         )
         return cls(c, precision, packed)
-
-
-def _norm(norm: nn.RMSNorm, config: DecoderConfig) -> Any:
-    return _native.norm(_array(norm.weight), None, config.rms_norm_eps)
 
 
 class NativeDecoder:
@@ -190,7 +218,7 @@ class NativeDecoder:
         self._check_room(rows, geometry, replay, attention)
         first = torch.zeros_like(pads) if attention.sinks == "prompt" else pads
         hidden_states = self.decoder.prefill(
-            _array(embeds),
+            array(embeds),
             geometry.steps,
             pads.tolist(),
             first.tolist(),
@@ -266,7 +294,7 @@ class NativeDecoder:
         if embeds.shape != (self.rows, self.config.hidden_size):
             raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
         may_replay = self.geometry.may_replay(self.steps)
-        hidden = self.decoder.step(_array(embeds), may_replay)
+        hidden = self.decoder.step(array(embeds), may_replay)
         if self.policy is not None and may_replay:
             scores, replayed = self.decoder.last()
             self.policy.observe(scores, replayed.astype(bool))
@@ -290,3 +318,69 @@ class NativeDecoder:
             config=self.replay,
             pairs=self.pairs,
         )
+
+
+class NativeDepthHead:
+    """Draws a token's codes with packed weights and a key/value cache over depths. See ``DepthHead``.
+
+    Args:
+        packed: see :meth:`pack`; any number of heads share it.
+    """
+
+    def __init__(self, packed: Any, depth: int) -> None:
+        self.head, self.depth = _native.DepthHead(packed), depth
+
+    @staticmethod
+    def pack(
+        *,
+        heads: int,
+        depths: Tensor,
+        tables: Sequence[Tensor],
+        hidden_in: Any,
+        hidden: int,
+        blocks: Sequence[Any],
+        norm: Any,
+        classifiers: Sequence[Any],
+        code_in: Any = None,
+        carry: bool = False,
+        rope_theta: float | None = None,
+    ) -> Callable[[], NativeDepthHead]:
+        """Put packed parts together; what is returned makes heads over them.
+
+        Args:
+            heads: of attention.
+            depths: added to the input of each depth, [D, width].
+            tables: vectors of the codes [V, E], of each depth but the last, or one for all.
+            hidden_in, code_in: projections of the hidden state and of the sum of the code vectors; without
+                ``code_in`` these are as wide as the head.
+            carry: the hidden state is added at every depth, not at the first alone.
+            rope_theta: of rotary embedding over depths; None for none.
+            classifiers: of each depth, or one for all.
+        """
+        width = depths.shape[1]
+        d = width // heads
+        inverse = np.zeros(0, np.float32) if rope_theta is None else rotary_frequencies(d, rope_theta)
+        packed = _native.depth_weights(
+            heads,
+            d,
+            carry,
+            inverse,
+            array(depths),
+            [array(table) for table in tables],
+            hidden,
+            hidden_in,
+            code_in,
+            list(blocks),
+            norm,
+            list(classifiers),
+        )
+        return partial(NativeDepthHead, packed, len(depths))
+
+    def sample(self, hidden: Tensor, choose: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Hidden states [B, H] to codes int64 [B, D], asking ``choose`` at every depth."""
+        self.head.begin(array(hidden))
+        codes: list[Tensor] = []
+        for depth in range(self.depth):
+            logits = self.head.next(codes[-1].numpy() if codes else None)
+            codes.append(choose(depth, torch.from_numpy(logits)))
+        return torch.stack(codes, 1)

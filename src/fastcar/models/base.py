@@ -102,6 +102,10 @@ class VideoModel(Protocol):
         """Decoder inputs [B, H] for the step that feeds token s, after codes int64 [b, s + 1, D] so far."""
         ...
 
+    def native_depth_head(self, precision: str) -> Callable[[], DepthHead]:
+        """Pack the depth head's weights for :mod:`fastcar.decoder.native`; what is returned makes heads over them."""
+        ...
+
     def recommended_replay(self, target_ratio: float) -> ReplayConfig:
         """The replay setting that this model's calibration recommends for a target ratio."""
         ...

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from fastcar.decoder import native
 from fastcar.decoder.config import DecoderConfig
+from fastcar.decoder.llama import LlamaLayer
 from fastcar.geometry import Geometry
-from fastcar.models.base import Choose, Prompts
+from fastcar.models.base import Choose, DepthHead, Prompts
 from fastcar.models.mini.codec import CodecConfig, MiniCodec
 from fastcar.models.mini.model import MiniConfig, MiniDepthHead, MiniModel
 from fastcar.models.mini.text import WordTokenizer
@@ -104,6 +106,21 @@ class MiniVideoModel:
         vectors = embedding.code_vectors(codes[:, begin:])
         x = embedding.targets(vectors, first, 1, caption, begin)[:, 0]
         return x
+
+    def native_depth_head(self, precision: str) -> Callable[[], DepthHead]:
+        head, d = self.model.depth_head, self.config.depth_decoder
+        return native.NativeDepthHead.pack(
+            heads=d.heads,
+            depths=head.depths,
+            tables=list(head.codes),
+            hidden=d.hidden_size,
+            hidden_in=native.pack(head.hidden.weight, precision=precision),
+            blocks=[native.llama_block(cast("LlamaLayer", layer), d.rms_norm_eps, precision) for layer in head.layers],
+            norm=native.norm(head.norm.weight, d.rms_norm_eps),
+            classifiers=[native.pack(weight, precision=precision) for weight in head.classifier],
+            carry=True,
+            rope_theta=d.rope_theta,
+        )
 
     def recommended_replay(self, target_ratio: float) -> ReplayConfig:
         return ReplayConfig(target_ratio=target_ratio, **self.calibration)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcar.models.base import Choose
+from fastcar.decoder import native
+from fastcar.models.base import Choose, DepthHead
 from fastcar.models.vila_u.config import DepthHeadConfig
 
 __all__ = ["RQTransformer"]
@@ -73,6 +75,44 @@ class RQTransformer(nn.Module):
             x, new = block(x, past[n] if n < len(past) else None)
             past[n : n + 1] = [new]
         return self.classifier_mlp["linear"](self.classifier_mlp["layer_norm"](x))
+
+    def native(self, precision: str) -> Callable[[], DepthHead]:
+        """Pack for :mod:`fastcar.decoder.native`."""
+        def linear(*layers: nn.Linear) -> Any:
+            return native.pack(*(f.weight for f in layers), bias=[f.bias for f in layers], precision=precision)
+
+        def norm(layer: nn.LayerNorm) -> Any:
+            return native.norm(layer.weight, layer.eps, layer.bias)
+
+        blocks = [
+            native.block(
+                norm(block.ln1),
+                norm(block.ln2),
+                linear(block.attn.query, block.attn.key, block.attn.value),
+                linear(block.attn.proj),
+                linear(block.mlp[0]),
+                linear(block.mlp[2]),
+                gated=False,
+            )
+            for block in self.head_transformer["blocks"]
+        ]
+        return native.NativeDepthHead.pack(
+            heads=self.config.heads,
+            depths=self.pos_emb_d[0],
+            tables=self.tables(),
+            hidden=self.config.hidden_size,
+            hidden_in=linear(self.in_mlp_2),
+            code_in=linear(self.in_mlp_1),
+            blocks=blocks,
+            norm=norm(self.classifier_mlp["layer_norm"]),
+            classifiers=[linear(self.classifier_mlp["linear"])],
+        )
+
+    def tables(self) -> list[Tensor]:
+        """Code vectors [V, E] of every depth but the last."""
+        every = torch.arange(self.config.codebook_size, device=self.pos_emb_d.device)
+        books = self.vectors(every[:, None].expand(-1, max(1, self.config.depth - 1)))
+        return list(books.unbind(1))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, codes: Tensor) -> Tensor:

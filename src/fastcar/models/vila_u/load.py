@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastcar.decoder.llama import LlamaModel
 from fastcar.geometry import Geometry
-from fastcar.models.base import Prompts
+from fastcar.models.base import DepthHead, Prompts
 from fastcar.models.checkpoint import Weights, load_module
 from fastcar.models.vila_u.config import VilaUConfig, read_config
 from fastcar.models.vila_u.depth_head import RQTransformer
@@ -100,6 +100,9 @@ class VilaU:
     def code_inputs(self, codes: Tensor) -> Tensor:
         """Decoder inputs [..., H] of codes int64 [..., D]."""
         return self.projector(self.codec.vectors(codes).sum(-2))
+
+    def native_depth_head(self, precision: str) -> Callable[[], DepthHead]:
+        return self.depth_head.native(precision)
 
     def recommended_replay(self, target_ratio: float) -> ReplayConfig:
         # Nothing was calibrated: both rows of a pair together, since only then are weights not read.
