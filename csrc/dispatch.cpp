@@ -1,7 +1,8 @@
+#include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -15,34 +16,49 @@ struct Choice {
     const Kernels& (*table)();
 };
 
-const Kernels& choose() {
+std::vector<Choice> choices() {
 #if defined(FASTCAR_X86)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const Choice choices[] = {
-        {"avx512", avx512, avx512_kernels}, {"avx2", avx2, avx2_kernels}, {"baseline", true, baseline_kernels}};
+    return {{"avx512", avx512, avx512_kernels}, {"avx2", avx2, avx2_kernels}, {"baseline", true, baseline_kernels}};
 #else
-    const Choice choices[] = {{"baseline", true, baseline_kernels}};
+    return {{"baseline", true, baseline_kernels}};
 #endif
-    const char* wanted = std::getenv("FASTCAR_ISA");
+}
+
+const Kernels& find(const std::string& wanted) {
     std::string known;
-    for (const Choice& choice : choices) {
-        if (wanted && *wanted ? !std::strcmp(wanted, choice.name) : choice.runs) {
-            if (!choice.runs) throw std::runtime_error(std::string("FASTCAR_ISA=") + wanted + ": this CPU lacks it");
+    for (const Choice& choice : choices()) {
+        if (wanted.empty() ? choice.runs : wanted == choice.name) {
+            if (!choice.runs) throw std::invalid_argument("this CPU lacks the instruction set " + wanted);
             return choice.table();
         }
-        known += known.empty() ? choice.name : std::string(", ") + choice.name;
+        known += (known.empty() ? "" : ", ") + std::string(choice.name);
     }
-    throw std::runtime_error(std::string("FASTCAR_ISA=") + wanted + " is unknown; expected one of " + known);
+    throw std::invalid_argument("unknown instruction set " + wanted + "; expected one of " + known);
 }
+
+std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
 
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Choice& choice : choices())
+        if (choice.runs) names.emplace_back(choice.name);
+    return names;
+}
+
+void use_instruction_set(const std::string& name) { chosen = &find(name); }
+
 const Kernels& kernels() {
-    static const Kernels& chosen = choose();
-    return chosen;
+    if (!chosen) {
+        const char* wanted = std::getenv("FASTCAR_ISA");
+        chosen = &find(wanted ? wanted : "");
+    }
+    return *chosen;
 }
 
 }  // namespace fastcar

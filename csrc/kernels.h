@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace fastcar {
 
@@ -77,6 +79,9 @@ const Kernels& avx512_kernels();
 
 // The best table that this CPU runs, or the one that the environment variable FASTCAR_ISA names.
 const Kernels& kernels();
+// Those that this CPU runs, the best first; and use another in what is made from now on ("" for the best).
+std::vector<std::string> instruction_sets();
+void use_instruction_set(const std::string& name);
 
 inline float bfloat16_to_float(uint16_t v) {
     union {

@@ -203,7 +203,8 @@ nb::ndarray<nb::numpy, float> prefill(Decoder& decoder, const Array3& embeds, in
                 nb::gil_scoped_acquire lock;
                 std::vector<float> copy(scores, scores + units);
                 nb::object found = (*decide)(layer, own(std::move(copy), {static_cast<size_t>(units)}));
-                Mask array = nb::cast<Mask>(found);
+                Mask array;
+                if (!nb::try_cast<Mask>(found, array, false)) refuse("a policy must decide by a bool array, one a row");
                 expect(array.shape(0), units, "length of a policy's mask");
                 for (int unit = 0; unit < units; ++unit) mask[unit] = array(unit);
             };
@@ -300,12 +301,15 @@ nb::ndarray<nb::numpy, float> logits(DepthHead& head, std::optional<Codes> codes
 
 NB_MODULE(_native, m) {
     m.doc() = "The native decoder; see fastcar.decoder.native.";
+    nb::set_leak_warnings(false);  // at exit the interpreter need not have freed everything
     m.def("isa", [] { return kernels().name; });
+    m.def("isas", &instruction_sets);
+    m.def("use_isa", &use_instruction_set, "name"_a);
     m.def("threads", [] { return Pool::get()->size(); });
     m.def("set_threads", &Pool::resize, "threads"_a);
 
     nb::class_<PackedMatrix>(m, "Matrix").def_prop_ro("bytes", &PackedMatrix::bytes);
-    m.def("pack", &pack, "parts"_a, "precision"_a, "gated"_a = false, "bias"_a = nb::none());
+    m.def("pack", &pack, "parts"_a.noconvert(), "precision"_a, "gated"_a = false, "bias"_a = nb::none());
     m.def(
         "multiply",
         [](const PackedMatrix& w, const Array2& x) {
@@ -325,7 +329,7 @@ NB_MODULE(_native, m) {
                 out.insert(out.end(), wide.begin() + row * stride, wide.begin() + row * stride + view.outputs);
             return own(std::move(out), {x.shape(0), static_cast<size_t>(view.outputs)});
         },
-        "matrix"_a, "rows"_a, "The product with rows float32 [R, inputs], for tests.");
+        "matrix"_a, "rows"_a.noconvert(), "The product with rows float32 [R, inputs], for tests.");
 
     nb::class_<Norm>(m, "Norm");
     m.def("norm", &norm_of, "weight"_a, "bias"_a = nb::none(), "eps"_a = 1e-5f);
@@ -338,9 +342,9 @@ NB_MODULE(_native, m) {
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__",
              [](Decoder* self, std::shared_ptr<Weights> weights) { new (self) Decoder(std::move(weights)); })
-        .def("prefill", &prefill, "embeds"_a, "steps"_a, "pads"_a, "first"_a, "sinks"_a, "window"_a, "ring"_a,
+        .def("prefill", &prefill, "embeds"_a.noconvert(), "steps"_a, "pads"_a, "first"_a, "sinks"_a, "window"_a, "ring"_a,
              "rerotated"_a, "replay"_a = nb::none())
-        .def("step", &step, "embeds"_a, "may_replay"_a)
+        .def("step", &step, "embeds"_a.noconvert(), "may_replay"_a)
         .def("scores",
              [](const Decoder& d) {
                  return own(std::vector<float>(d.scores()),
@@ -385,6 +389,6 @@ NB_MODULE(_native, m) {
                 expect(hidden.shape(1), head.weights().hidden, "width of the hidden states");
                 head.begin(hidden.data(), static_cast<int>(hidden.shape(0)));
             },
-            "hidden"_a)
-        .def("next", &logits, "codes"_a = nb::none());
+            "hidden"_a.noconvert())
+        .def("next", &logits, "codes"_a.noconvert() = nb::none());
 }

@@ -3,13 +3,17 @@ import dataclasses
 import pytest
 import torch
 
+from fastcar.decoder import native
 from fastcar.decoder.config import DecoderConfig
+from fastcar.decoder.reference import ReferenceDecoder
 from fastcar.models.mini.codec import CodecConfig, MiniCodec
 from fastcar.models.mini.load import save
 from fastcar.models.mini.model import MiniConfig, MiniModel
 from fastcar.training import world
 
 torch.set_num_threads(1)  # tests run in parallel processes
+if native.unavailable() is None:
+    native.set_threads(1)
 
 TINY = MiniConfig(
     words=tuple(world.vocabulary()),
@@ -56,3 +60,36 @@ def tiny(tiny_folder):
 @pytest.fixture
 def tiny_config():
     return dataclasses.replace(TINY)
+
+
+def _decoders():
+    """Every engine; the native one in every instruction set of this machine, with one to four threads."""
+    yield "reference"
+    if native.unavailable() is None:
+        for isa in native.instruction_sets():
+            yield from (f"native {isa} {threads}" for threads in (1, 2, 4))
+
+
+@pytest.fixture(params=list(_decoders()))
+def make(request):
+    """A function from a model to a decoder of each engine."""
+    if request.param == "reference":
+        yield ReferenceDecoder
+        return
+    _, isa, threads = request.param.split()
+    before = native.instruction_sets()[0]
+    native.use_instruction_set(isa)
+    native.set_threads(int(threads))
+    yield lambda model: native.NativeDecoder(native.NativeWeights.pack(model))
+    native.use_instruction_set(before)
+    native.set_threads(1)
+
+
+@pytest.fixture(params=["reference", "native"])
+def engine(request):
+    """As ``make``, each engine once."""
+    if request.param == "reference":
+        return ReferenceDecoder
+    if native.unavailable():
+        pytest.skip(f"native decoder: {native.unavailable()}")
+    return lambda model: native.NativeDecoder(native.NativeWeights.pack(model))

@@ -67,22 +67,22 @@ def obvious(model, x, mask, attention, geometry=GEOMETRY):
 @pytest.mark.parametrize("padding", PADS)
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 @pytest.mark.parametrize("how", ["ring", "mask", "window positions"])
-def test_against_a_slow_obvious_attention(how, window, sinks, padding):
+def test_against_a_slow_obvious_attention(engine, how, window, sinks, padding):
     model, (x, mask) = random_model(), inputs(padding)
     more = {"mask": {"evict": False}, "window positions": {"positions": "window"}}.get(how, {})
     attention = AttentionConfig(window, sinks, **more)
-    got = run(ReferenceDecoder(model), x, GEOMETRY, mask=mask, attention=attention)
+    got = run(engine(model), x, GEOMETRY, mask=mask, attention=attention)
     torch.testing.assert_close(got, obvious(model, x, mask, attention), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("padding", PADS)
 @pytest.mark.parametrize("more", [{}, {"evict": False}, {"positions": "window"}])
-def test_a_window_over_everything_is_full_attention_bit_for_bit(more, padding):
+def test_a_window_over_everything_is_full_attention_bit_for_bit(engine, more, padding):
     model, (x, mask) = random_model(), inputs(padding)
-    full = run(ReferenceDecoder(model), x, GEOMETRY, mask=mask)
+    full = run(engine(model), x, GEOMETRY, mask=mask)
     for window in (GEOMETRY.positions, GEOMETRY.positions - 4, 10**9, "6 frames"):
         wide = AttentionConfig(window, 6 if window == "6 frames" else 4, **more)
-        assert torch.equal(run(ReferenceDecoder(model), x, GEOMETRY, mask=mask, attention=wide), full)
+        assert torch.equal(run(engine(model), x, GEOMETRY, mask=mask, attention=wide), full)
 
 
 def test_memory_is_that_of_sinks_and_window_however_long_the_clip():
@@ -99,13 +99,13 @@ def test_memory_is_that_of_sinks_and_window_however_long_the_clip():
 
 @pytest.mark.parametrize("score", ["tas", "tas-official", "input"])
 @pytest.mark.parametrize("more", [{}, {"positions": "window"}])
-def test_scores_do_not_depend_on_what_is_forgotten(score, more):
+def test_scores_do_not_depend_on_what_is_forgotten(engine, score, more):
     """The aligned key of N back is remembered apart. In the first layer states do not depend on attention."""
     model, (x, mask) = random_model(), inputs("padded")
     score_only = ReplayConfig(threshold=math.inf, score=score)
     scores = []
     for attention in (None, AttentionConfig(2, 1, **more)):  # a window of 2 under frames of 5
-        decoder = ReferenceDecoder(model)
+        decoder = engine(model)
         run(decoder, x, GEOMETRY, mask=mask, replay=score_only, attention=attention)
         scores.append(decoder.trace().scores)
     if score == "input":
@@ -114,10 +114,10 @@ def test_scores_do_not_depend_on_what_is_forgotten(score, more):
         assert (scores[0][:, 0] == scores[1][:, 0])[5:].all()
 
 
-def test_replay_goes_with_a_window():
+def test_replay_goes_with_a_window(engine):
     model, (x, mask) = random_model(), inputs("padded")
     both = {"replay": ReplayConfig(threshold=-math.inf), "attention": AttentionConfig(3, 1)}
-    decoder = ReferenceDecoder(model)
+    decoder = engine(model)
     run(decoder, x, GEOMETRY, mask=mask, **both)
     assert decoder.trace().statistics().replay_ratio == 1
 

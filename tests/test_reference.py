@@ -1,4 +1,4 @@
-"""The reference decoder against hand-computed values and against the parallel pass."""
+"""The reference decoder against hand-computed values; every engine against the parallel pass and a slow replay."""
 
 import math
 
@@ -156,34 +156,34 @@ def test_tied_pairs_replay_only_together():
     assert trace.statistics().both_rows_rate == trace.statistics().replay_ratio == 0.5
 
 
-def test_steps_equal_the_parallel_pass():
+def test_steps_equal_the_parallel_pass(make):
     model, x = random_model(), random_inputs()
     expected = model(x)[:, GEOMETRY.prefix - 1 :]
-    torch.testing.assert_close(run(ReferenceDecoder(model), x), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(run(make(model), x), expected, atol=2e-6, rtol=0)
 
 
-def test_left_padding_changes_nothing():
+def test_left_padding_changes_nothing(make):
     model, x = random_model(), random_inputs()
-    plain = run(ReferenceDecoder(model), x)
+    plain = run(make(model), x)
     pad = torch.randn(2, 4, CONFIG.hidden_size)
     geometry = Geometry(4, 5, prefix=7)
     mask = torch.tensor([[False] * 4 + [True] * 3] * 2)
-    padded = run(ReferenceDecoder(model), torch.cat((pad, x), 1), geometry, mask=mask)
+    padded = run(make(model), torch.cat((pad, x), 1), geometry, mask=mask)
     torch.testing.assert_close(padded, plain, atol=2e-6, rtol=0)
 
 
-def test_rows_of_unequal_prompts_are_independent():
+def test_rows_of_unequal_prompts_are_independent(make):
     model, x = random_model(), random_inputs()
     short = Geometry(4, 5, prefix=1)
-    alone = run(ReferenceDecoder(model), x[1:, 2:], short)
+    alone = run(make(model), x[1:, 2:], short)
     mask = torch.tensor([[True] * 3, [False, False, True]])
-    together = run(ReferenceDecoder(model), x, mask=mask)
+    together = run(make(model), x, mask=mask)
     torch.testing.assert_close(together[1:], alone, atol=2e-6, rtol=0)
 
 
-def test_threshold_inf_equals_dense_bit_for_bit():
+def test_threshold_inf_equals_dense_bit_for_bit(make):
     model, x = random_model(), random_inputs()
-    decoder = ReferenceDecoder(model)
+    decoder = make(model)
     dense = run(decoder, x)
     for score in ("input", "tas", "tas-official", "random"):
         assert torch.equal(run(decoder, x, replay=ReplayConfig(threshold=math.inf, score=score)), dense)
@@ -228,10 +228,10 @@ def test_counted_rows_are_those_not_replayed_and_rows_do_not_influence_one_anoth
 
 
 @pytest.mark.parametrize("score", ["input", "tas", "tas-official"])
-def test_ring_equals_a_slow_obvious_replay(score):
+def test_ring_equals_a_slow_obvious_replay(make, score):
     """Ring wrap-around over four frames, against lists that grow."""
     model, x = random_model(), random_inputs(rows=1)
-    decoder = ReferenceDecoder(model)
+    decoder = make(model)
     run(decoder, x, replay=ReplayConfig(threshold=math.inf, score=score))
     thresholds = (torch.tensor(decoder.trace().scores).nanmedian(0).values[:, 0] + 0.01).tolist()
     got = run(decoder, x, replay=ReplayConfig(threshold=thresholds, score=score))
@@ -276,19 +276,19 @@ def _obvious(model, x, thresholds, score):
     return torch.stack(hidden[p - 1 :], 1)
 
 
-def test_excluded_and_separator_positions_always_compute():
+def test_excluded_and_separator_positions_always_compute(make):
     model, x = random_model(), random_inputs()
     geometry = Geometry(4, 5, prefix=3, never_replay=(4,))
-    decoder = ReferenceDecoder(model)
+    decoder = make(model)
     run(decoder, x, geometry, replay=ReplayConfig(threshold=[-math.inf, None, -math.inf], exclude_layers=[2]))
     trace = decoder.trace()
     assert not trace.replayed[:, 1:].any()
     assert not trace.replayed[9::5].any() and trace.replayed[5:9, 0].all()
 
 
-def test_prefill_resets_everything():
+def test_prefill_resets_everything(make):
     model, x = random_model(), random_inputs()
-    decoder = ReferenceDecoder(model)
+    decoder = make(model)
     config = ReplayConfig(target_ratio=0.5)
     first = run(decoder, x, replay=config)
     run(decoder, random_inputs(rows=3, seed=9), replay=config)
@@ -316,8 +316,8 @@ def test_memory_is_told_by_part():
     assert decoder.memory()["kv_cache"] == 0
 
 
-def test_misuse_is_named():
-    decoder = ReferenceDecoder(random_model())
+def test_misuse_is_named(make):
+    decoder = make(random_model())
     with pytest.raises(RuntimeError, match="before prefill"):
         decoder.step(torch.zeros(1, 32))
     with pytest.raises(ValueError, match="prompt embeddings"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastcar.decoder.base import Decoder
 from fastcar.decoder.llama import LlamaModel
 from fastcar.decoder.reference import ReferenceDecoder
 from fastcar.models.checkpoint import read_json
@@ -236,6 +238,8 @@ def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[
     )
     report.add("tas_heads", heads, t.get("tas_heads"), HIDDEN)
     report.add("skip", torch.from_numpy(trace.replayed), t["skip"], EXACT)
+    if pipe.engine.name != "reference":
+        _engine(report, pipe, about, t)
     raw = torch.stack([model.depth_head.logits(h, codes[:, i].repeat(2, 1)) for i, h in enumerate(hidden)])
     report.add("rq_logits_raw", raw, t.get("rq_logits_raw"), LOGITS)
     guided = torch.stack([guide(logits, about["cfg"]) for logits in raw])
@@ -248,6 +252,51 @@ def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[
     report.add("q_pre_rope", query, t.get("q_pre_rope"), HIDDEN)
     seen = torch.cat((mask, mask.new_ones(len(mask), geometry.steps)), 1)
     report.add("k_cache", keys, t.get("k_cache"), HIDDEN, seen[None, :, None].expand(keys.shape[:-1]))
+
+
+def _engine(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+    """What the pipeline's own engine makes of a teacher-forced run; inside its layers nothing can be seen."""
+    model: Any = pipe.model
+    decoder, head, name = pipe.engine.decoder(), pipe.engine.depth_head(), pipe.engine.name
+    geometry = replace(model.geometry(about["frames"]), prefix=t["input_ids"].shape[1])
+    inputs, logits = model.code_inputs(t["codes"]).repeat(2, 1, 1), list[Tensor]()
+    config = _replay(about["thresholds"])
+    with torch.no_grad():
+        embeds, mask = model.words(t["input_ids"]), t["attention_mask"].bool()
+        hidden = [decoder.prefill(embeds, geometry, mask=mask, replay=config, pairs=True)]
+        hidden += [decoder.step(inputs[:, s]) for s in range(geometry.steps)]
+        for position, x in enumerate(hidden):
+            given, seen = t["codes"][:, position].repeat(2, 1), list[Tensor]()
+
+            def choose(depth: int, raw: Tensor, given: Tensor = given, seen: list[Tensor] = seen) -> Tensor:
+                seen.append(guide(raw.float(), about["cfg"]))
+                return given[:, depth]
+
+            head.sample(x, choose)
+            logits.append(torch.stack(seen, 1))
+    trace = decoder.trace()
+    report.add(f"decode_final_hidden, {name}", torch.stack(hidden[1:]), t["decode_final_hidden"], HIDDEN)
+    report.add(f"tas, {name}", torch.from_numpy(trace.scores), t["tas"], HIDDEN)
+    report.add(f"skip, {name}", torch.from_numpy(trace.replayed), t["skip"], EXACT)
+    report.add(f"rq_logits_cfg, {name}", torch.stack(logits), t["rq_logits_cfg"], LOGITS)
+
+
+class _Heard:
+    """A decoder whose hidden states are kept."""
+
+    def __init__(self, decoder: Decoder, hidden: list[Tensor]) -> None:
+        self.decoder, self.hidden = decoder, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def prefill(self, *args: Any, **options: Any) -> Tensor:
+        self.hidden.append(self.decoder.prefill(*args, **options))
+        return self.hidden[-1]
+
+    def step(self, embeds: Tensor) -> Tensor:
+        self.hidden.append(self.decoder.step(embeds))
+        return self.hidden[-1]
 
 
 def _frames(report: FileReport, raw: Tensor, t: dict[str, Tensor]) -> None:
@@ -324,21 +373,19 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
     report.add("input_ids", ids, t["input_ids"], EXACT)
     report.add("attention_mask", mask, t["attention_mask"], EXACT)
     sampling, hidden = _sampling_config(about, about["cfg"]), list[Tensor]()
-    hook = model.decoder.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output.detach()))
-    try:
-        clips = pipe.batch(
-            prompts,
-            [0] * len(prompts),
-            noise=noise,
-            replay=_replay(about["thresholds"]),
-            frames=frames,
-            guidance=sampling.guidance,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-    finally:
-        hook.remove()
+    heard = copy(pipe)
+    heard.engine = replace(pipe.engine, decoder=lambda: _Heard(pipe.engine.decoder(), hidden))
+    clips = heard.batch(
+        prompts,
+        [0] * len(prompts),
+        noise=noise,
+        replay=_replay(about["thresholds"]),
+        frames=frames,
+        guidance=sampling.guidance,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
     codes = torch.stack([torch.from_numpy(clip.codes).flatten(0, 1) for clip in clips])
     report.add("codes", codes, t["codes"], EXACT)
     h, rows = len(prompts), len(hidden[0])

@@ -35,6 +35,9 @@ else:
 
         _native.isa()
         _failure = None
+    except ModuleNotFoundError:
+        _native = None
+        _failure = "it was not built; install FastCar again where there is a C++17 compiler"
     except Exception as error:  # whatever is wrong with a build, PyTorch still works
         _native, _failure = None, f"{type(error).__name__}: {error}"
 
@@ -44,8 +47,10 @@ __all__ = [
     "NativeDepthHead",
     "NativeWeights",
     "describe",
+    "instruction_sets",
     "set_threads",
     "unavailable",
+    "use_instruction_set",
 ]
 
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -59,6 +64,20 @@ def unavailable() -> str | None:
 def describe() -> str:
     """Instruction set and threads in use."""
     return f"{_native.isa()}, {_native.threads()} threads"
+
+
+def instruction_sets() -> list[str]:
+    """Those that this CPU runs and the kernels were built for, the best first."""
+    return list(_native.isas())
+
+
+def use_instruction_set(name: str) -> None:
+    """Use another in decoders made from now on; ``""`` for the best. ``FASTCAR_ISA`` says which to begin with.
+
+    Raises:
+        ValueError: unknown, or this CPU lacks it.
+    """
+    _native.use_isa(name)
 
 
 def set_threads(threads: int) -> None:
@@ -184,6 +203,7 @@ class NativeDecoder:
         self.reset()
 
     def reset(self) -> None:
+        """Forget the clip and free its memory."""
         self.decoder = _native.Decoder(self.weights.packed)
         self.geometry: Geometry | None = None
         self.replay: ReplayConfig | None = None
@@ -381,6 +401,6 @@ class NativeDepthHead:
         self.head.begin(array(hidden))
         codes: list[Tensor] = []
         for depth in range(self.depth):
-            logits = self.head.next(codes[-1].numpy() if codes else None)
+            logits = self.head.next(np.ascontiguousarray(codes[-1].numpy()) if codes else None)
             codes.append(choose(depth, torch.from_numpy(logits)))
         return torch.stack(codes, 1)
