@@ -325,7 +325,9 @@ def test_pipelines_in_several_threads():
 def test_clips_are_the_same_whoever_decodes(tiny_folder, engine):
     pipe = fastcar.load(tiny_folder, engine=engine)
     clips = pipe.batch(["a red square", "a blue ring spinning"], [1, 2], replay=0.5)
-    other = fastcar.load(tiny_folder, engine="reference").batch(["a red square", "a blue ring spinning"], [1, 2], replay=0.5)
+    other = fastcar.load(tiny_folder, engine="reference").batch(
+        ["a red square", "a blue ring spinning"], [1, 2], replay=0.5
+    )
     for a, b in zip(clips, other, strict=True):
         assert a.stats.engine == engine
         assert np.array_equal(a.codes, b.codes)

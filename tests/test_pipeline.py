@@ -36,7 +36,7 @@ def test_a_seed_gives_one_clip_whatever_ran_before_or_beside(tiny):
 
 def test_given_noise_draws_the_clip_again(tiny):
     seeded = SeededNoise([5, 6], 2, 24)
-    noise = torch.stack([seeded.at(n).transpose(0, 1) for n in range(64)])
+    noise = torch.stack([torch.from_numpy(seeded.at(n)).transpose(0, 1) for n in range(64)])
     for given in (noise, GivenNoise(noise)):
         for clip, seed in zip(tiny.batch([PROMPT, OTHER], [0, 0], noise=given), (5, 6), strict=True):
             np.testing.assert_array_equal(clip.codes, tiny(clip.stats.prompt, seed=seed).codes)

@@ -119,7 +119,9 @@ def recorded_here(pipe, folder, **about):
         "attention_mask": mask,
         "codes": torch.stack([torch.from_numpy(clip.codes).flatten(0, 1) for clip in clips]),
         "noise": noise,
-        "probs": sampling_probabilities(logits, SamplingConfig(1.0, about["top_k"] or 0, 0.96)),
+        "probs": torch.from_numpy(
+            sampling_probabilities(logits.numpy(), SamplingConfig(1.0, about["top_k"] or 0, 0.96))
+        ),
         "skip": skip[..., order],
         "decode_final_hidden": torch.stack(hidden[1:]),
         "frames_clamped": frames,

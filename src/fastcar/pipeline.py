@@ -362,10 +362,11 @@ class _Run:
         noise = self.noise.at(token)
 
         def choose(depth: int, logits: Tensor) -> Tensor:
+            values = logits.float().cpu().numpy()
             if self.sampling.guided:
-                logits = guide(logits.float(), self.sampling.guidance)
-            chosen = draw(probabilities(logits, self.sampling), noise[:, depth])
-            return chosen.repeat(2) if self.sampling.guided else chosen
+                values = guide(values, self.sampling.guidance)
+            chosen = draw(probabilities(values, self.sampling), noise[:, depth])
+            return torch.from_numpy(np.tile(chosen, 2) if self.sampling.guided else chosen)
 
         return choose
 

@@ -242,7 +242,7 @@ def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[
         _engine(report, pipe, about, t)
     raw = torch.stack([model.depth_head.logits(h, codes[:, i].repeat(2, 1)) for i, h in enumerate(hidden)])
     report.add("rq_logits_raw", raw, t.get("rq_logits_raw"), LOGITS)
-    guided = torch.stack([guide(logits, about["cfg"]) for logits in raw])
+    guided = torch.stack([_guide(logits, about["cfg"]) for logits in raw])
     report.add("rq_logits_cfg", guided, t["rq_logits_cfg"], LOGITS)
     # what follows was recorded in the dense run alone
     report.add("prefill_embeds", model.words(ids), t.get("prefill_embeds"), HIDDEN)
@@ -269,7 +269,7 @@ def _engine(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[s
             given, seen = t["codes"][:, position].repeat(2, 1), list[Tensor]()
 
             def choose(depth: int, raw: Tensor, given: Tensor = given, seen: list[Tensor] = seen) -> Tensor:
-                seen.append(guide(raw.float(), about["cfg"]))
+                seen.append(_guide(raw, about["cfg"]))
                 return given[:, depth]
 
             head.sample(x, choose)
@@ -347,19 +347,28 @@ def _prompts(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[
     report.add("padded_attention_mask", mask, torch.tensor(about["padded_attention_mask"]), EXACT)
 
 
+def _guide(logits: Tensor, scale: float) -> Tensor:
+    return torch.from_numpy(guide(logits.float().numpy(), scale))
+
+
+def _probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
+    return torch.from_numpy(probabilities(logits.float().numpy(), config))
+
+
 def _sampling_config(about: dict[str, Any], guidance: float = 1.0) -> SamplingConfig:
     return SamplingConfig(about["temperature"], about["top_k"] or 0, about["top_p"] or 1.0, guidance)
 
 
 def _sampling(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
     for i, setting in enumerate(about["settings"]):
-        probs, noise = probabilities(t["logits"], _sampling_config(setting)), t[f"noise_{i}"]
+        probs, noise = _probabilities(t["logits"], _sampling_config(setting)), t[f"noise_{i}"]
         # Where top-p cuts through equal probabilities, which of them stay is a matter of the sort: compare values.
         ties = (t["logits"].sort(-1).values.diff(dim=-1) == 0).any(-1)
         report.add(f"probs_{i}", probs[~ties], t[f"probs_{i}"][~ties], HIDDEN)
         report.add(f"probs_{i}, ties sorted", probs[ties].sort().values, t[f"probs_{i}"][ties].sort().values, HIDDEN)
         whole = ~ties | (probs == t[f"probs_{i}"]).all(-1)
-        report.add(f"samples_{i}", draw(probs, noise)[whole], t[f"samples_{i}"][whole], EXACT)
+        drawn = torch.from_numpy(draw(probs.numpy(), noise.numpy()))
+        report.add(f"samples_{i}", drawn[whole], t[f"samples_{i}"][whole], EXACT)
         generator = torch.Generator().manual_seed(about["seeds"][i])
         report.add(f"noise_{i}", torch.empty_like(noise).exponential_(1, generator=generator), noise, EXACT)
 
@@ -395,8 +404,8 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
     report.add("decode_final_hidden", torch.stack(hidden[1:]), t["decode_final_hidden"][:, :rows], HIDDEN)
     with torch.no_grad():
         logits = [model.depth_head.logits(x, codes[:, i].repeat(len(halves), 1)) for i, x in enumerate(hidden)]
-        guided = torch.stack([guide(x, sampling.guidance) if sampling.guided else x for x in logits]).transpose(1, 2)
-        report.add("probs", probabilities(guided, sampling), t["probs"], HIDDEN)
+        guided = torch.stack([_guide(x, sampling.guidance) if sampling.guided else x for x in logits]).transpose(1, 2)
+        report.add("probs", _probabilities(guided, sampling), t["probs"], HIDDEN)
         by_frame = codes.unflatten(1, (frames, -1)).flatten(0, 1)
         raw = model.codec.raw_frames(by_frame).unflatten(0, (h, frames))
     _frames(report, raw, t)

@@ -98,14 +98,7 @@ class MiniVideoModel:
 
     @torch.no_grad()
     def next_input(self, prompts: Prompts, codes: Tensor) -> Tensor:
-        embedding, caption = self.model.embedding, prompts.state
-        n = self.config.codec.tokens_per_frame
-        past = min(codes.shape[1], 3 * n)  # the neighbourhood reaches two frames and a row back
-        first = codes.shape[1]
-        begin = (first - past) // n * n
-        vectors = embedding.code_vectors(codes[:, begin:])
-        x = embedding.targets(vectors, first, 1, caption, begin)[:, 0]
-        return x
+        return self.model.embedding.target(codes, prompts.state)
 
     def native_depth_head(self, precision: str) -> Callable[[], DepthHead]:
         head, d = self.model.depth_head, self.config.depth_decoder

@@ -71,6 +71,7 @@ class TokenEmbedding(nn.Module):
 
     offset: Tensor
     inside: Tensor
+    depth_rows: Tensor
 
     def __init__(self, config: MiniConfig) -> None:
         super().__init__()
@@ -92,6 +93,7 @@ class TokenEmbedding(nn.Module):
         ny, nx = y[:, None] + down, x[:, None] + right
         # offset of each neighbour from its target in raster order over frames, and whether it lies in the picture
         self.register_buffer("offset", down * g + right - back * g * g + 0 * y[:, None], persistent=False)
+        self.register_buffer("depth_rows", torch.arange(len(self.codes)) * self.codes.shape[1], persistent=False)
         self.register_buffer("inside", (ny >= 0) & (ny < g) & (nx >= 0) & (nx < g), persistent=False)
 
     def prompt(self, words: Tensor) -> Tensor:
@@ -127,6 +129,18 @@ class TokenEmbedding(nn.Module):
         around = vectors[:, (index - begin).clamp(0, vectors.shape[1] - 1)] * known[None, :, :, None].to(vectors.dtype)
         x = self.neighbourhood(around.flatten(2)) + self.place[place] + self.time[frame]
         return x.repeat(len(caption) // len(x), 1, 1) + caption[:, None]
+
+    def target(self, codes: Tensor, caption: Tensor) -> Tensor:
+        """The same for the one target after codes int64 [b, T, D]: [B, H]. Looks at its neighbours alone."""
+        first, n = codes.shape[1], self.config.codec.tokens_per_frame
+        frame, place = divmod(first, n)
+        # Unknown neighbours look at the token before, and count nothing.
+        known = self.inside[place] & (first + self.offset[place] >= 0) if frame < 2 else self.inside[place]
+        index = first + torch.where(known, self.offset[place], -1)
+        vectors = F.embedding(codes[:, index] + self.depth_rows, self.codes.flatten(0, 1)).sum(2)
+        around = (vectors * known[:, None]).flatten(1)
+        context = self.place[place] + self.time[min(frame, self.config.frames - 1)]
+        return self.neighbourhood(around).repeat(len(caption) // len(codes), 1) + context + caption
 
 
 class MiniDepthHead(nn.Module):

@@ -78,6 +78,7 @@ class RQTransformer(nn.Module):
 
     def native(self, precision: str) -> Callable[[], DepthHead]:
         """Pack for :mod:`fastcar.decoder.native`."""
+
         def linear(*layers: nn.Linear) -> Any:
             return native.pack(*(f.weight for f in layers), bias=[f.bias for f in layers], precision=precision)
 
