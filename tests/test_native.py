@@ -366,7 +366,7 @@ def test_engines_and_dtypes_are_checked(tiny_folder, monkeypatch):
     assert fastcar.load(tiny_folder, dtype="int8")("a red square").stats.dtype == "int8"
     monkeypatch.setattr(native, "_failure", "no compiler")
     assert fastcar.load(tiny_folder).engine.name == "reference"
-    with pytest.raises(ValueError, match="no compiler.*engine='reference'"):
+    with pytest.raises(ValueError, match=r"no compiler.*engine='reference'"):
         fastcar.load(tiny_folder, engine="native")
     with pytest.raises(ValueError, match="no compiler"):
         fastcar.load(tiny_folder, dtype="int8")

@@ -132,11 +132,11 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_model(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("model")
     group.add_argument("--model", default="mini", help="a shipped model's name or a checkpoint folder (default mini)")
-    group.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default float32)")
+    group.add_argument("--dtype", default="float32", help="float32, bfloat16 or int8 (default float32)")
     group.add_argument(
         "--engine",
         default="auto",
-        help="native, reference (PyTorch) or auto: native where it is available (default auto)",
+        help="native, reference or auto: native if it is available (default auto)",
     )
     group.add_argument("--threads", type=int, help="CPU threads (default: as PyTorch chooses)")
 

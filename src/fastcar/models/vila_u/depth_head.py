@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ class RQTransformer(nn.Module):
                 linear(block.mlp[2]),
                 gated=False,
             )
-            for block in self.head_transformer["blocks"]
+            for block in cast("list[Block]", self.head_transformer["blocks"])
         ]
         return native.NativeDepthHead.pack(
             heads=self.config.heads,
@@ -105,8 +105,8 @@ class RQTransformer(nn.Module):
             hidden_in=linear(self.in_mlp_2),
             code_in=linear(self.in_mlp_1),
             blocks=blocks,
-            norm=norm(self.classifier_mlp["layer_norm"]),
-            classifiers=[linear(self.classifier_mlp["linear"])],
+            norm=norm(cast("nn.LayerNorm", self.classifier_mlp["layer_norm"])),
+            classifiers=[linear(cast("nn.Linear", self.classifier_mlp["linear"]))],
         )
 
     def tables(self) -> list[Tensor]:
