@@ -69,6 +69,7 @@ struct Kernels {
     void (*attend)(const Attention& a);
     void (*swiglu)(const float* gate, const float* up, int n, float* out);  // n a multiple of 16
     void (*gelu)(float* x, int n);                                         // n a multiple of 16
+    float (*read)(const float* x, size_t n);  // touches all of x, n a multiple of 128, as fast as it comes
 };
 
 const Kernels& baseline_kernels();

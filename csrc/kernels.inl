@@ -345,7 +345,20 @@ void gelu(float* x, int n) {
     for (int i = 0; i < n; ++i) x[i] = 0.5f * x[i] * (1.f + std::erf(x[i] * 0.70710678f));
 }
 
-const Kernels kTable = {FASTCAR_NAME, multiply, quantise, rms_norm, layer_norm, dot, attend, swiglu, gelu};
+float read(const float* x, size_t n) {
+    vf parts[8][kParts] = {};
+    for (size_t i = 0; i < n; i += 8 * kLanes) {
+        __builtin_prefetch(x + i + 2048);
+        UNROLL
+        for (int j = 0; j < 8; ++j) UNROLL
+            for (int l = 0; l < kParts; ++l) parts[j][l] += load(x + i + j * kLanes + l * kWidth);
+    }
+    float total = 0;
+    for (int j = 0; j < 8; ++j) total += sum(parts[j]);
+    return total;
+}
+
+const Kernels kTable = {FASTCAR_NAME, multiply, quantise, rms_norm, layer_norm, dot, attend, swiglu, gelu, read};
 
 }  // namespace
 }  // namespace fastcar

@@ -8,6 +8,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <optional>
 
 #include "decoder.h"
@@ -307,6 +309,29 @@ NB_MODULE(_native, m) {
     m.def("use_isa", &use_instruction_set, "name"_a);
     m.def("threads", [] { return Pool::get()->size(); });
     m.def("set_threads", &Pool::resize, "threads"_a);
+
+    m.def(
+        "read_bandwidth",
+        [](size_t bytes, int repeats) {
+            const size_t block = 128, floats = pad(bytes / sizeof(float) + 1, block);
+            double best = 0;
+            nb::gil_scoped_release free;
+            const Buffer buffer(floats * sizeof(float));
+            const auto pool = Pool::get();
+            std::vector<float> sums(pool->size());
+            for (int n = 0; n < repeats; ++n) {
+                const auto began = std::chrono::steady_clock::now();
+                pool->run([&](int thread) {
+                    const Share share(static_cast<int>(floats / block), thread, pool->size());
+                    sums[thread] += kernels().read(buffer.as<float>() + share.begin * block,
+                                                   (share.end - share.begin) * block);
+                });
+                const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+                best = std::max(best, floats * sizeof(float) / took.count());
+            }
+            return best;
+        },
+        "bytes"_a, "repeats"_a, "Bytes a second that all threads read, the best of some repeats.");
 
     nb::class_<PackedMatrix>(m, "Matrix").def_prop_ro("bytes", &PackedMatrix::bytes);
     m.def("pack", &pack, "parts"_a.noconvert(), "precision"_a, "gated"_a = false, "bias"_a = nb::none());

@@ -121,6 +121,15 @@ def _build_parser() -> argparse.ArgumentParser:
     sub.add_argument("traces", type=Path, help="a folder of traces: pairs of .json and .safetensors")
     sub.add_argument("--threads", type=int, help="CPU threads (default: as PyTorch chooses)")
 
+    sub = command("bench", _bench, "time decode steps against other decoders and the memory's bandwidth")
+    sub.add_argument("--shape", action="append", help="W7, W05 or WS; may be given again (default all)")
+    sub.add_argument("--layers", type=int, help="layers instead of the shape's own")
+    sub.add_argument("--batch", type=int, default=2, help="rows; two are a guidance pair (default 2)")
+    sub.add_argument("--steps", type=int, default=40, help="steps timed of each decoder (default 40)")
+    sub.add_argument("--peers", help="decoders, separated by commas (default all that can run here)")
+    sub.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    sub.add_argument("--quick", action="store_true", help="one layer and a few steps: does it work?")
+
     sub = command("info", _info, "show version, engines, threads, dtypes and models")
 
     from fastcar.training.cli import add_train
@@ -239,10 +248,14 @@ def _list(text: str, convert: Callable[[str], Any], option: str) -> list[Any]:
 def _set_threads(args: argparse.Namespace) -> None:
     import torch
 
+    from fastcar.decoder import native
+
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"--threads must lie in 1..1024, got {args.threads}")
         torch.set_num_threads(args.threads)
+        if native.unavailable() is None:
+            native.set_threads(args.threads)
 
 
 def _load(args: argparse.Namespace) -> Pipeline:
@@ -417,6 +430,19 @@ def _verify(args: argparse.Namespace) -> dict[str, Any]:
     failed = [report.file for report in reports if not report.passed]
     print(f"{len(reports)} traces: {'all PASS' if not failed else 'FAIL in ' + ', '.join(failed)}")
     return {"pass": not failed, "files": [report.to_dict() for report in reports]}
+
+
+def _bench(args: argparse.Namespace) -> dict[str, Any]:
+    from fastcar.bench import decode
+
+    _set_threads(args)
+    more = {"peers": args.peers.split(",")} if args.peers else {}
+    shapes = args.shape or list(decode.SHAPES)
+    return decode.run(shapes, args.layers, args.batch, args.steps, quick=args.quick, show=print, log=_tell, **more)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:

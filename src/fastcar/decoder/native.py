@@ -48,6 +48,7 @@ __all__ = [
     "NativeWeights",
     "describe",
     "instruction_sets",
+    "read_bandwidth",
     "set_threads",
     "unavailable",
     "use_instruction_set",
@@ -64,6 +65,11 @@ def unavailable() -> str | None:
 def describe() -> str:
     """Instruction set and threads in use."""
     return f"{_native.isa()}, {_native.threads()} threads"
+
+
+def read_bandwidth(megabytes: int = 512, repeats: int = 5) -> float:
+    """Bytes a second that all threads together read from a buffer of that size, the best of some repeats."""
+    return float(_native.read_bandwidth(megabytes << 20, repeats))
 
 
 def instruction_sets() -> list[str]:

@@ -91,8 +91,8 @@ class RQTransformer(nn.Module):
                 norm(block.ln2),
                 linear(block.attn.query, block.attn.key, block.attn.value),
                 linear(block.attn.proj),
-                linear(block.mlp[0]),
-                linear(block.mlp[2]),
+                linear(cast("nn.Linear", block.mlp[0])),
+                linear(cast("nn.Linear", block.mlp[2])),
                 gated=False,
             )
             for block in cast("list[Block]", self.head_transformer["blocks"])
