@@ -53,7 +53,7 @@ struct Attention {
     bool bfloat16 = false;
     const float* bias = nullptr;  // [slots], 0 or -inf
     int begin = 0, end = 0;       // slots, multiples of 16
-    float* scratch = nullptr;     // [end] and dv more
+    float* scratch = nullptr;     // [end]
     float* out = nullptr;         // [heads, d]
 };
 

@@ -1,6 +1,7 @@
 // The kernels, written once in GCC's and Clang's vector extensions; each instruction set compiles this file with its
 // own flags into its own namespace. FASTCAR_WIDTH is the number of float32 lanes of its registers.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -32,7 +33,7 @@ INLINE void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 INLINE vu load_bits(const void* p) { return *static_cast<const vu_unaligned*>(p); }
 INLINE vf low_half(vu v) { return reinterpret_cast<vf>(v << 16); }
 INLINE vf high_half(vu v) { return reinterpret_cast<vf>(v & 0xffff0000u); }
-INLINE vf broadcast(float v) { return vf{} + v; }
+INLINE vf broadcast(float v) { return v - vf{}; }  // which is v to the bit, as v + 0 is not
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 
 // Sums of neighbouring products of int16, in int32.
@@ -91,24 +92,34 @@ INLINE void finish(vf (&acc)[R][P][kParts], float* out, size_t stride, bool add)
             }
 }
 
-// R rows times P panels at once.
+// One input of R rows times the weights of P panels.
+template <int R, int P>
+INLINE void accumulate(vf (&acc)[R][P][kParts], const vf (&weights)[P][kParts], const float* in, size_t stride) {
+    UNROLL
+    for (int r = 0; r < R; ++r) {
+        const vf x = broadcast(in[r * stride]);
+        UNROLL
+        for (int p = 0; p < P; ++p) UNROLL
+            for (int l = 0; l < kParts; ++l) acc[r][p][l] += weights[p][l] * x;
+    }
+}
+
+// R rows times P panels.
 template <int R, int P>
 void multiply_float32(const Matrix& w, const uint8_t* data, const Operand& x, size_t first, float* out, size_t stride,
                       bool add) {
     vf acc[R][P][kParts] = {};
     const float* in = x.values + first * x.stride;
     for (int k = 0; k < w.inputs; ++k) {
+        vf weights[P][kParts];
         UNROLL
         for (int p = 0; p < P; ++p) {
             const float* from = reinterpret_cast<const float*>(data + p * w.panel_bytes) + k * kLanes;
             __builtin_prefetch(reinterpret_cast<const char*>(from) + 2048);
             UNROLL
-            for (int l = 0; l < kParts; ++l) {
-                vf weights = load(from + l * kWidth);
-                UNROLL
-                for (int r = 0; r < R; ++r) acc[r][p][l] += weights * in[r * x.stride + k];
-            }
+            for (int l = 0; l < kParts; ++l) weights[p][l] = load(from + l * kWidth);
         }
+        accumulate(acc, weights, in + k, x.stride);
     }
     finish(acc, out, stride, add);
 }
@@ -119,21 +130,22 @@ void multiply_bfloat16(const Matrix& w, const uint8_t* data, const Operand& x, s
     vf acc[R][P][kParts] = {};
     const float* in = x.values + first * x.stride;
     for (int k = 0; k < w.inputs; k += 2) {
+        const uint8_t* from = data + static_cast<size_t>(k) * kLanes * 2;
+        vf weights[P][kParts];
         UNROLL
         for (int p = 0; p < P; ++p) {
-            const uint8_t* from = data + p * w.panel_bytes + static_cast<size_t>(k) * kLanes * 2;
-            __builtin_prefetch(from + 2048);
+            __builtin_prefetch(from + p * w.panel_bytes + 2048);
             UNROLL
-            for (int l = 0; l < kParts; ++l) {
-                vu pair = load_bits(from + l * kWidth * 4);
-                vf even = low_half(pair), odd = high_half(pair);
-                UNROLL
-                for (int r = 0; r < R; ++r) {
-                    acc[r][p][l] += even * in[r * x.stride + k];
-                    acc[r][p][l] += odd * in[r * x.stride + k + 1];
-                }
-            }
+            for (int l = 0; l < kParts; ++l)
+                weights[p][l] = low_half(load_bits(from + p * w.panel_bytes + l * kWidth * 4));
         }
+        accumulate(acc, weights, in + k, x.stride);
+        // Loaded again, which costs less than the registers to keep them in.
+        UNROLL
+        for (int p = 0; p < P; ++p) UNROLL
+            for (int l = 0; l < kParts; ++l)
+                weights[p][l] = high_half(load_bits(from + p * w.panel_bytes + l * kWidth * 4));
+        accumulate(acc, weights, in + k + 1, x.stride);
     }
     finish(acc, out, stride, add);
 }
@@ -263,43 +275,104 @@ void layer_norm(const float* x, const float* weight, const float* bias, int n, f
     for (int i = 0; i < n; ++i) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
 }
 
-// Scores of 16 slots.
-template <bool kBFloat16>
+// Scores of n blocks of 16 slots at once: their sums wait for nothing of one another.
+template <bool kBFloat16, int N>
 INLINE void score(const Attention& a, const float* q, int slot, float* out) {
-    vf acc[kParts] = {};
+    vf acc[N][kParts] = {};
+    const size_t block = static_cast<size_t>(a.d) * kLanes;  // numbers of 16 keys
     if (kBFloat16) {
-        const uint8_t* keys = static_cast<const uint8_t*>(a.keys) + static_cast<size_t>(slot) * a.d * 2;
-        for (int i = 0; i < a.d; i += 2) UNROLL
-            for (int l = 0; l < kParts; ++l) {
-                vu pair = load_bits(keys + i * kLanes * 2 + l * kWidth * 4);
-                acc[l] += low_half(pair) * q[i];
-                acc[l] += high_half(pair) * q[i + 1];
-            }
+        const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + static_cast<size_t>(slot) * a.d;
+        for (int i = 0; i < a.d; i += 2) {
+            const vf even = broadcast(q[i]), odd = broadcast(q[i + 1]);
+            UNROLL
+            for (int n = 0; n < N; ++n) UNROLL
+                for (int l = 0; l < kParts; ++l) {
+                    vu pair = load_bits(keys + n * block + i * kLanes + l * kWidth * 2);
+                    acc[n][l] += low_half(pair) * even;
+                    acc[n][l] += high_half(pair) * odd;
+                }
+        }
     } else {
         const float* keys = static_cast<const float*>(a.keys) + static_cast<size_t>(slot) * a.d;
-        for (int i = 0; i < a.d; ++i) UNROLL
-            for (int l = 0; l < kParts; ++l) acc[l] += load(keys + i * kLanes + l * kWidth) * q[i];
+        for (int i = 0; i < a.d; ++i) {
+            const vf x = broadcast(q[i]);
+            UNROLL
+            for (int n = 0; n < N; ++n) UNROLL
+                for (int l = 0; l < kParts; ++l) acc[n][l] += load(keys + n * block + i * kLanes + l * kWidth) * x;
+        }
     }
     UNROLL
-    for (int l = 0; l < kParts; ++l) store(out + l * kWidth, acc[l] + load(a.bias + slot + l * kWidth));
+    for (int n = 0; n < N; ++n) UNROLL
+        for (int l = 0; l < kParts; ++l) {
+            const int at = n * kLanes + l * kWidth;
+            store(out + at, acc[n][l] + load(a.bias + slot + at));
+        }
+}
+
+template <bool kBFloat16>
+void scores_of(const Attention& a, const float* q, int begin, int end, float* scores) {
+    int slot = begin;
+    for (; slot + 4 * kLanes <= end; slot += 4 * kLanes) score<kBFloat16, 4>(a, q, slot, scores + slot);
+    for (; slot < end; slot += kLanes) score<kBFloat16, 1>(a, q, slot, scores + slot);
+}
+
+// N times 16 numbers of the sum of values, weighted by the scores.
+template <bool kBFloat16, int N>
+INLINE void gather(const Attention& a, const float* scores, float scale, int dv, int first, float* out) {
+    vf acc[N][kParts] = {};
+    if (kBFloat16) {
+        const uint16_t* values = static_cast<const uint16_t*>(a.values) + 2 * first;
+        for (int slot = a.begin; slot < a.end; slot += 2) {
+            const vf even = broadcast(scores[slot]), odd = broadcast(scores[slot + 1]);
+            UNROLL
+            for (int n = 0; n < N; ++n) UNROLL
+                for (int l = 0; l < kParts; ++l) {
+                    const int at = 2 * (n * kLanes + l * kWidth);
+                    vu pair = load_bits(values + static_cast<size_t>(slot) * dv + at);
+                    acc[n][l] += low_half(pair) * even;
+                    acc[n][l] += high_half(pair) * odd;
+                }
+        }
+    } else {
+        const float* values = static_cast<const float*>(a.values) + first;
+        for (int slot = a.begin; slot < a.end; ++slot) {
+            const vf x = broadcast(scores[slot]);
+            UNROLL
+            for (int n = 0; n < N; ++n) UNROLL
+                for (int l = 0; l < kParts; ++l)
+                    acc[n][l] += load(values + static_cast<size_t>(slot) * dv + n * kLanes + l * kWidth) * x;
+        }
+    }
+    float sums[N * kLanes];
+    UNROLL
+    for (int n = 0; n < N; ++n) UNROLL
+        for (int l = 0; l < kParts; ++l) store(sums + n * kLanes + l * kWidth, acc[n][l] * scale);
+    for (int j = 0; j < N * kLanes && first + j < a.d; ++j) out[first + j] = sums[j];
 }
 
 template <bool kBFloat16>
 void attend_as(const Attention& a) {
     const int dv = static_cast<int>(pad(a.d, kLanes));
     float* scores = a.scratch;
-    float* sums = scores + a.end;
     for (int h = 0; h < a.heads; ++h) {
-        float top = -std::numeric_limits<float>::infinity();
-        for (int slot = a.begin; slot < a.end; slot += kLanes) {
-            score<kBFloat16>(a, a.queries + h * a.d, slot, scores + slot);
-            if (a.sink_queries && slot < a.sinks) {
-                float turned[kLanes];
-                score<kBFloat16>(a, a.sink_queries + h * a.d, slot, turned);
-                for (int i = 0; i < kLanes && slot + i < a.sinks; ++i) scores[slot + i] = turned[i];
-            }
-            for (int i = 0; i < kLanes; ++i) top = std::fmax(top, scores[slot + i]);
+        scores_of<kBFloat16>(a, a.queries + h * a.d, a.begin, a.end, scores);
+        for (int slot = a.begin; a.sink_queries && slot < a.sinks; slot += kLanes) {
+            float turned[kLanes];
+            score<kBFloat16, 1>(a, a.sink_queries + h * a.d, slot, turned);
+            for (int i = 0; i < kLanes && slot + i < a.sinks; ++i) scores[slot + i] = turned[i];
         }
+        vf most[kParts];
+        UNROLL
+        for (int l = 0; l < kParts; ++l) most[l] = broadcast(-std::numeric_limits<float>::infinity());
+        for (int slot = a.begin; slot < a.end; slot += kLanes) UNROLL
+            for (int l = 0; l < kParts; ++l) {
+                vf x = load(scores + slot + l * kWidth);
+                most[l] = x > most[l] ? x : most[l];
+            }
+        float lanes[kLanes];
+        UNROLL
+        for (int l = 0; l < kParts; ++l) store(lanes + l * kWidth, most[l]);
+        const float top = *std::max_element(lanes, lanes + kLanes);
         vf total[kParts] = {};
         for (int slot = a.begin; slot < a.end; slot += kLanes) UNROLL
             for (int l = 0; l < kParts; ++l) {
@@ -309,26 +382,11 @@ void attend_as(const Attention& a) {
                 total[l] += p;
             }
         const float scale = 1.f / sum(total);
-        for (int i = 0; i < dv; i += kLanes) {
-            vf acc[kParts] = {};
-            if (kBFloat16) {
-                const uint8_t* values = static_cast<const uint8_t*>(a.values);
-                for (int slot = a.begin; slot < a.end; slot += 2) UNROLL
-                    for (int l = 0; l < kParts; ++l) {
-                        vu pair = load_bits(values + (static_cast<size_t>(slot) * dv + 2 * i) * 2 + l * kWidth * 4);
-                        acc[l] += low_half(pair) * scores[slot];
-                        acc[l] += high_half(pair) * scores[slot + 1];
-                    }
-            } else {
-                const float* values = static_cast<const float*>(a.values) + i;
-                for (int slot = a.begin; slot < a.end; ++slot) UNROLL
-                    for (int l = 0; l < kParts; ++l)
-                        acc[l] += load(values + static_cast<size_t>(slot) * dv + l * kWidth) * scores[slot];
-            }
-            UNROLL
-            for (int l = 0; l < kParts; ++l) store(sums + l * kWidth, acc[l] * scale);
-            for (int j = 0; j < kLanes && i + j < a.d; ++j) a.out[h * a.d + i + j] = sums[j];
-        }
+        float* out = a.out + h * a.d;
+        int i = 0;
+        for (; i + 4 * kLanes <= dv; i += 4 * kLanes) gather<kBFloat16, 4>(a, scores, scale, dv, i, out);
+        for (; i + 2 * kLanes <= dv; i += 2 * kLanes) gather<kBFloat16, 2>(a, scores, scale, dv, i, out);
+        for (; i < dv; i += kLanes) gather<kBFloat16, 1>(a, scores, scale, dv, i, out);
     }
 }
 
