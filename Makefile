@@ -2,6 +2,7 @@
 # make test    sets everything up and passes the tests
 # make lint    style, format and types
 # make bench   measures what replay saves
+# make sanitize  passes the native decoder's tests under AddressSanitizer, UBSan and ThreadSanitizer
 # make setup   only the set-up, into .venv
 # make clean   removes what the others made
 #
@@ -17,11 +18,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench sanitize clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint,vila-u,hub,transformers]"
 	touch $@
@@ -42,6 +43,25 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.replay
+	$(BIN)/fastcar bench
+
+# Each build is installed into an environment of its own, which borrows all other packages.
+sanitize: setup
+	$(MAKE) --no-print-directory build/address build/thread
+
+build/address: SANITIZERS = address,undefined
+build/address: RUNTIME = libasan.so
+build/thread: SANITIZERS = thread
+build/thread: RUNTIME = libtsan.so
+.PHONY: build/address build/thread
+build/address build/thread:
+	test -x $@/bin/python || $(BIN)/python -m venv $@
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python*/site-packages)/borrowed.pth
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
+	    -C build-dir=$@/cmake -C cmake.define.FASTCAR_SANITIZE=$(SANITIZERS) .
+	LD_PRELOAD=$$(gcc -print-file-name=$(RUNTIME)) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	    TSAN_OPTIONS=ignore_noninstrumented_modules=1 OMP_NUM_THREADS=1 \
+	    $@/bin/python -m pytest -p no:xdist -p no:cacheprovider tests/test_native.py
 
 clean:
 	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
