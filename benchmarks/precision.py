@@ -1,8 +1,8 @@
 """What does a precision cost? Errors of hidden states, and how far clips go from those in float32.
 
 Hidden states are compared teacher-forced, all decoders being fed the same inputs, so that the error is that of the
-arithmetic; relative to float32 (PyTorch). A clip is drawn from its own past: one code drawn otherwise may change all that
-follows, so clips are compared by their share of equal codes and by PSNR and SSIM of the frames, and beside each
+arithmetic; relative to float32 (PyTorch). A clip is drawn from its own past: one code drawn otherwise may change all
+that follows, so clips are compared by their share of equal codes and by PSNR and SSIM of the frames, and beside each
 precision stands what PyTorch's own bfloat16 does. W05 has random weights and inputs, which are harder than a trained
 model's.
 

@@ -188,6 +188,8 @@ nb::ndarray<nb::numpy, float> prefill(Decoder& decoder, const Array3& embeds, in
             auto ratios = nb::cast<std::vector<float>>(replay["ratios"]);
             auto groups = nb::cast<std::vector<std::vector<int>>>(replay["groups"]);
             expect(ratios.size(), shape.layers, "number of ratios");
+            groups.erase(std::remove_if(groups.begin(), groups.end(), [](const auto& group) { return group.empty(); }),
+                         groups.end());
             for (const auto& group : groups)
                 for (int layer : group)
                     if (layer < 0 || layer >= shape.layers) refuse("a group names a layer that does not exist");

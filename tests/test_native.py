@@ -87,6 +87,8 @@ REPLAYS = {
     "all": ReplayConfig(threshold=-float("inf")),
     "by layer": ReplayConfig(threshold=[0.5, None, -1.0]),
     "ratio": ReplayConfig(target_ratio=0.5),
+    "ratio 0": ReplayConfig(target_ratio=0.0),
+    "ratio 1": ReplayConfig(target_ratio=1.0, score="random"),
     "tied ratio": ReplayConfig(target_ratio=0.5, tie_guidance=True),
     "ratio, age, excluded": ReplayConfig(target_ratio=0.4, max_age=2, exclude_layers=(1,)),
     "ratio by layer": ReplayConfig(target_ratio=[0.2, 0.9, 0.5], score="tas"),

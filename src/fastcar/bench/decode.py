@@ -10,6 +10,7 @@ rows that decide apart save a layer's bytes only where both happen to replay.
 from __future__ import annotations
 
 import gc
+import math
 import platform
 import statistics
 import tempfile
@@ -122,8 +123,11 @@ def run_replay(
     settings: dict[str, tuple[ReplayConfig | None, AttentionConfig | None]] = {"dense": (None, None)}
     for ratio in ratios:
         # Noise by step and layer decides alike for all rows; inputs drawn anew decide for each row apart.
-        settings[f"{ratio:.2f} tied"] = (ReplayConfig(target_ratio=ratio, score="random", tie_guidance=True), None)
-        if 0 < ratio < 1:
+        if ratio in (0.0, 1.0):  # exactly, from the first step on
+            limit = math.inf if ratio == 0 else -math.inf
+            settings[f"{ratio:.2f} tied"] = (ReplayConfig(threshold=limit, score="random", tie_guidance=True), None)
+        else:
+            settings[f"{ratio:.2f} tied"] = (ReplayConfig(target_ratio=ratio, score="random", tie_guidance=True), None)
             settings[f"{ratio:.2f} apart"] = (ReplayConfig(target_ratio=ratio, score="input"), None)
     local = AttentionConfig(window=16, sinks=4)
     settings["window 16"] = (None, local)

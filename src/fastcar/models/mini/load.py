@@ -38,6 +38,7 @@ class _Sampler:
     def __init__(self, head: MiniDepthHead) -> None:
         self.head = head
 
+    @torch.no_grad()
     def sample(self, hidden: Tensor, choose: Choose) -> Tensor:
         codes = hidden.new_empty(len(hidden), 0, dtype=torch.long)
         for depth in range(self.head.config.codec.depth):
