@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model", default="mini")
     parser.add_argument("--clips", type=int, default=24)
     args = parser.parse_args()
-    pipe = fastcar.load(args.model)
+    pipe = fastcar.load(args.model, engine="reference")
     assert isinstance(pipe.model, MiniVideoModel)
     _, prompts = held_out_prompts(args.clips)
     clips = pipe.batch(prompts, list(range(args.clips)))

@@ -58,6 +58,14 @@ def tiny(tiny_folder):
 
 
 @pytest.fixture
+def tiny_reference(tiny_folder):
+    """The same in the reference engine, which leaves the model's layers to be looked into."""
+    import fastcar
+
+    return fastcar.load(tiny_folder, engine="reference")
+
+
+@pytest.fixture
 def tiny_config():
     return dataclasses.replace(TINY)
 

@@ -61,32 +61,32 @@ def test_words():
         tokenizer.encode("red red red red red")
 
 
-def test_incremental_inputs_equal_parallel_inputs(tiny):
+def test_incremental_inputs_equal_parallel_inputs(tiny_reference):
     """What the pipeline feeds step by step is what training fed at once, across frame borders."""
-    model, config = tiny.model.model, tiny.model.config
+    model, config = tiny_reference.model.model, tiny_reference.model.config
     codes = torch.randint(0, 24, (1, 4 * 16, 2))
-    words = tiny.model.tokenizer.encode(PROMPT)[None]
+    words = tiny_reference.model.tokenizer.encode(PROMPT)[None]
     parallel = model.inputs(words, codes)
-    prompts = tiny.model.prompts([PROMPT], guided=False, frames=4)
+    prompts = tiny_reference.model.prompts([PROMPT], guided=False, frames=4)
     torch.testing.assert_close(prompts.embeds, parallel[:, : config.max_words])
     for token in range(1, 64):
-        got = tiny.model.next_input(prompts, codes[:, :token])
+        got = tiny_reference.model.next_input(prompts, codes[:, :token])
         torch.testing.assert_close(got, parallel[:, config.max_words + token - 1], msg=f"token {token}")
 
 
-def test_inputs_do_not_see_their_target_or_later(tiny):
-    model = tiny.model.model
-    words = tiny.model.tokenizer.encode(PROMPT)[None]
+def test_inputs_do_not_see_their_target_or_later(tiny_reference):
+    model = tiny_reference.model.model
+    words = tiny_reference.model.tokenizer.encode(PROMPT)[None]
     codes = torch.randint(0, 24, (1, 64, 2))
     other = codes.clone()
     other[:, 20:] = (other[:, 20:] + 1) % 24
-    p = tiny.model.config.max_words
+    p = tiny_reference.model.config.max_words
     a, b = model.inputs(words, codes), model.inputs(words, other)
     assert torch.equal(a[:, : p + 20], b[:, : p + 20]) and not torch.equal(a[:, p + 20], b[:, p + 20])
 
 
-def test_depth_head_is_causal_over_depth(tiny):
-    head = tiny.model.model.depth_head
+def test_depth_head_is_causal_over_depth(tiny_reference):
+    head = tiny_reference.model.model.depth_head
     hidden = torch.randn(5, 32)
     codes = torch.randint(0, 24, (5, 1))
     both = head(hidden, codes)
@@ -104,11 +104,11 @@ def test_share_of_mlp_weights_is_that_of_real_models():
     assert mini.mlp_weights / (mini.mlp_weights + mini.attention_weights) >= 2 / 3
 
 
-def test_checkpoint_round_trip(tiny, tiny_config):
+def test_checkpoint_round_trip(tiny_reference, tiny_config):
     model, _ = tiny_parts(tiny_config)
-    for name, value in tiny.model.model.state_dict().items():
+    for name, value in tiny_reference.model.model.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
-    assert tiny.model.config == tiny_config
+    assert tiny_reference.model.config == tiny_config
 
 
 @pytest.fixture

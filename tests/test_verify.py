@@ -12,7 +12,6 @@ import fastcar
 from fastcar import ReplayConfig
 from fastcar.analysis.verify import verify
 from fastcar.cli import main
-from fastcar.decoder import native
 from fastcar.sampling import SamplingConfig
 from fastcar.sampling import probabilities as sampling_probabilities
 
@@ -21,12 +20,9 @@ from .vila_u_checkpoint import GOLDEN
 CHECKPOINT, TRACES = GOLDEN / "tiny-vila-u", GOLDEN / "traces"
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
-def pipe(request):
-    missing = native.unavailable()
-    if request.param == "native" and missing:
-        pytest.skip(missing)
-    return fastcar.load(CHECKPOINT, engine=request.param)
+@pytest.fixture(scope="module")
+def pipe():
+    return fastcar.load(CHECKPOINT, engine="reference")
 
 
 def test_every_trace_passes(pipe):
@@ -88,8 +84,6 @@ def test_a_wrong_decision_is_found(pipe, tmp_path):
 
 def recorded_here(pipe, folder, **about):
     """An end-to-end trace of two frames, drawn from seed 3 without text draws: it shows what of a trace is heeded."""
-    if pipe.engine.name != "reference":
-        pipe = fastcar.load(CHECKPOINT, engine="reference")  # it can be looked into
     about = {**json.loads((TRACES / "e2e_dense.json").read_text()), "frames": 2, "seed": 3, **about}
     generator = torch.Generator().manual_seed(3)
     noise = torch.stack([torch.empty(2, 32).exponential_(1, generator=generator) for _ in range(32 * 4)])

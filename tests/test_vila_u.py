@@ -101,7 +101,7 @@ def test_calls_leave_nothing_behind_and_rows_do_not_meet(golden):
 
 def test_in_bfloat16_score_and_threshold_are_bfloat16():
     pipe = fastcar.load(GOLDEN / "tiny-vila-u", dtype="bfloat16")
-    assert {p.dtype for p in pipe.model.decoder.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in pipe.model.depth_head.parameters()} == {torch.bfloat16}
     free = pipe(PROMPTS[0], frames=2, replay=ReplayConfig(threshold=math.inf, score="tas-official"))
     scores = torch.from_numpy(free.trace.scores[16:])
     assert torch.equal(scores, scores.bfloat16().float())

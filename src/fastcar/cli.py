@@ -425,7 +425,7 @@ def _verify(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.analysis.verify import verify
 
     _set_threads(args)
-    pipe = fastcar.load(args.checkpoint)
+    pipe = fastcar.load(args.checkpoint, engine="reference")
     reports = verify(pipe, args.traces, progress=lambda report: print(report, flush=True))
     failed = [report.file for report in reports if not report.passed]
     print(f"{len(reports)} traces: {'all PASS' if not failed else 'FAIL in ' + ', '.join(failed)}")

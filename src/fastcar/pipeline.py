@@ -166,6 +166,9 @@ class _Clock:
 class Pipeline:
     """A model and an engine.
 
+    With ``release`` the native engine, once it has packed the decoder's layers, frees those of the model: a large model
+    does not fit twice. Whatever looks into layers then needs the reference engine.
+
     Calls are independent, also when they overlap in time: each has a decoder of its own over the same weights, and
     nothing of one is left in the next.
     """
@@ -176,9 +179,10 @@ class Pipeline:
         engine: str = "auto",
         dtype: str = "float32",
         attention: AttentionConfig | None = None,
+        release: bool = False,
     ) -> None:
         self.model, self.dtype = model, dtype
-        self.engine = _engine(_check_engine(engine, dtype), model, dtype)
+        self.engine = _engine(_check_engine(engine, dtype), model, dtype, release)
         self.attention = attention or AttentionConfig()
 
     def __call__(
@@ -430,10 +434,10 @@ def _check_engine(name: str, dtype: str) -> str:
     return chosen
 
 
-def _engine(name: str, model: VideoModel, dtype: str) -> Engine:
+def _engine(name: str, model: VideoModel, dtype: str, release: bool) -> Engine:
     if name == "reference":
         return Engine(name, partial(ReferenceDecoder, model.decoder), lambda: model.depth_head)
-    weights = native.NativeWeights.pack(model.decoder, dtype)
+    weights = native.NativeWeights.pack(model.decoder, dtype, release)
     return Engine(name, partial(native.NativeDecoder, weights), model.native_depth_head(dtype))
 
 
@@ -456,4 +460,4 @@ def load(
         ValueError: an unknown dtype or engine, or a checkpoint that is damaged or of an unknown family.
     """
     _check_engine(engine, dtype)
-    return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype, attention)
+    return Pipeline(load_model(name_or_path, DTYPES[dtype]), engine, dtype, attention, release=True)

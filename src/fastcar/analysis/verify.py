@@ -7,10 +7,11 @@ given codes under several thresholds, ``rqvae_decode`` turns codes into frames, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastcar.decoder import native
 from fastcar.decoder.base import Decoder
 from fastcar.decoder.llama import LlamaModel
 from fastcar.decoder.reference import ReferenceDecoder
@@ -35,6 +37,8 @@ from fastcar.sampling import SamplingConfig, draw, guide, probabilities
 __all__ = ["FileReport", "verify"]
 
 HIDDEN, LOGITS, CLAMPED, EXACT = 1e-4, 1e-3, 0.02, 0.0
+
+Others = Sequence[Pipeline]  # pipelines of the same model with other engines
 
 
 @dataclass
@@ -99,16 +103,23 @@ class FileReport:
 def verify(
     pipe: Pipeline, traces: Path, progress: Callable[[FileReport], None] = lambda report: None
 ) -> list[FileReport]:
-    """Replay every trace of a folder with a float32 pipeline.
+    """Replay every trace of a folder with a float32 pipeline of the reference engine, and with all other engines.
 
     Raises:
-        ValueError: the model is no VILA-U, the folder holds no traces, or a trace is damaged or not of this layout.
+        ValueError: the model is no VILA-U, the pipeline is another, the folder holds no traces, or a trace is damaged
+            or not of this layout.
     """
     model: Any = pipe.model
     if not isinstance(model, VilaU) or pipe.dtype != "float32":
         raise ValueError(f"traces are replayed by a VILA-U model in float32, got {model.family} in {pipe.dtype}")
+    if pipe.engine.name != "reference":
+        raise ValueError(
+            f"layers are seen in the reference engine alone: load with engine='reference', "
+            f"not {pipe.engine.name!r}; the others are verified beside it"
+        )
     if not traces.is_dir():
         raise ValueError(f"{traces} is no folder of traces")
+    others = [] if native.unavailable() else [Pipeline(model, "native", pipe.dtype)]
     reports = []
     for path in sorted(traces.glob("*.json")):
         kind = next((kind for kind in _CHECKS if path.stem.startswith(kind)), None)
@@ -117,7 +128,7 @@ def verify(
         report = FileReport(path.stem)
         about, recorded = read_json(path), _tensors(path)
         try:
-            _CHECKS[kind](report, pipe, about, recorded)
+            _CHECKS[kind](report, pipe, about, recorded, others)
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             told = " ".join(str(error).split())[:200]
             raise ValueError(
@@ -198,7 +209,7 @@ def _replay(thresholds: list[float | None]) -> ReplayConfig:
     return ReplayConfig(threshold=thresholds, score="tas-official", strict=True)
 
 
-def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor], others: Others) -> None:
     model: Any = pipe.model
     frames, codes = about["frames"], t["codes"]
     ids, mask = model.token_ids(about["prompts"], True, frames)
@@ -238,8 +249,8 @@ def _teacher(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[
     )
     report.add("tas_heads", heads, t.get("tas_heads"), HIDDEN)
     report.add("skip", torch.from_numpy(trace.replayed), t["skip"], EXACT)
-    if pipe.engine.name != "reference":
-        _engine(report, pipe, about, t)
+    for other in others:
+        _engine(report, other, about, t)
     raw = torch.stack([model.depth_head.logits(h, codes[:, i].repeat(2, 1)) for i, h in enumerate(hidden)])
     report.add("rq_logits_raw", raw, t.get("rq_logits_raw"), LOGITS)
     guided = torch.stack([_guide(logits, about["cfg"]) for logits in raw])
@@ -310,7 +321,7 @@ def _frames(report: FileReport, raw: Tensor, t: dict[str, Tensor]) -> None:
     report.add("frames_uint8", off - (near & (off == 1)).int(), torch.zeros_like(off), EXACT)
 
 
-def _rqvae(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+def _rqvae(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor], others: Others) -> None:
     codec: Any = pipe.model.codec
     codes, n = t["codes"], about["tokens_per_frame"]
     by_frame = codes.unflatten(1, (-1, n)).flatten(0, 1)
@@ -335,7 +346,7 @@ def _rqvae(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[st
     _frames(report, raw, t)
 
 
-def _prompts(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+def _prompts(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor], others: Others) -> None:
     model: Any = pipe.model
     for number, entry in enumerate((*about["conditional"], about["cfg_blank"])):
         text = template(entry["prompt"], model.frames)
@@ -359,7 +370,7 @@ def _sampling_config(about: dict[str, Any], guidance: float = 1.0) -> SamplingCo
     return SamplingConfig(about["temperature"], about["top_k"] or 0, about["top_p"] or 1.0, guidance)
 
 
-def _sampling(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+def _sampling(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor], others: Others) -> None:
     for i, setting in enumerate(about["settings"]):
         probs, noise = _probabilities(t["logits"], _sampling_config(setting)), t[f"noise_{i}"]
         # Where top-p cuts through equal probabilities, which of them stay is a matter of the sort: compare values.
@@ -373,7 +384,9 @@ def _sampling(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict
         report.add(f"noise_{i}", torch.empty_like(noise).exponential_(1, generator=generator), noise, EXACT)
 
 
-def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor]) -> None:
+def _end_to_end(
+    report: FileReport, pipe: Pipeline, about: dict[str, Any], t: dict[str, Tensor], others: Others
+) -> None:
     model: Any = pipe.model
     prompts, frames, noise = about["prompts"], about["frames"], t["noise"]
     drawn = _official_noise(about, noise, len(t["input_ids"]), model.config.vocab_size)
@@ -381,36 +394,45 @@ def _end_to_end(report: FileReport, pipe: Pipeline, about: dict[str, Any], t: di
     ids, mask = model.token_ids(prompts, True, frames)
     report.add("input_ids", ids, t["input_ids"], EXACT)
     report.add("attention_mask", mask, t["attention_mask"], EXACT)
-    sampling, hidden = _sampling_config(about, about["cfg"]), list[Tensor]()
-    heard = copy(pipe)
-    heard.engine = replace(pipe.engine, decoder=lambda: _Heard(pipe.engine.decoder(), hidden))
-    clips = heard.batch(
-        prompts,
-        [0] * len(prompts),
-        noise=noise,
-        replay=_replay(about["thresholds"]),
-        frames=frames,
-        guidance=sampling.guidance,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-    )
-    codes = torch.stack([torch.from_numpy(clip.codes).flatten(0, 1) for clip in clips])
-    report.add("codes", codes, t["codes"], EXACT)
-    h, rows = len(prompts), len(hidden[0])
-    halves = range(rows // h)  # where nothing is guided, no blank rows are run; the conditional ones come first
-    skip = np.concatenate([clip.trace.replayed[:, :, half : half + 1] for half in halves for clip in clips], 2)
-    report.add("skip", torch.from_numpy(skip), t["skip"][:, :, :rows], EXACT)
-    report.add("decode_final_hidden", torch.stack(hidden[1:]), t["decode_final_hidden"][:, :rows], HIDDEN)
-    with torch.no_grad():
-        logits = [model.depth_head.logits(x, codes[:, i].repeat(len(halves), 1)) for i, x in enumerate(hidden)]
-        guided = torch.stack([_guide(x, sampling.guidance) if sampling.guided else x for x in logits]).transpose(1, 2)
-        report.add("probs", _probabilities(guided, sampling), t["probs"], HIDDEN)
-        by_frame = codes.unflatten(1, (frames, -1)).flatten(0, 1)
-        raw = model.codec.raw_frames(by_frame).unflatten(0, (h, frames))
-    _frames(report, raw, t)
-    shown = torch.stack([torch.from_numpy(clip.frames) for clip in clips])
-    report.add("frames as generated", shown, to_pixels(raw), 1.0)
+    sampling = _sampling_config(about, about["cfg"])
+    for run in (pipe, *others):
+        suffix, hidden = "" if run is pipe else f", {run.engine.name}", list[Tensor]()
+        heard = copy(run)
+        heard.engine = replace(run.engine, decoder=partial(_hear, run, hidden))
+        clips = heard.batch(
+            prompts,
+            [0] * len(prompts),
+            noise=noise,
+            replay=_replay(about["thresholds"]),
+            frames=frames,
+            guidance=sampling.guidance,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        codes = torch.stack([torch.from_numpy(clip.codes).flatten(0, 1) for clip in clips])
+        report.add(f"codes{suffix}", codes, t["codes"], EXACT)
+        h, rows = len(prompts), len(hidden[0])
+        halves = range(rows // h)  # where nothing is guided, no blank rows are run; the conditional ones come first
+        skip = np.concatenate([clip.trace.replayed[:, :, half : half + 1] for half in halves for clip in clips], 2)
+        report.add(f"skip{suffix}", torch.from_numpy(skip), t["skip"][:, :, :rows], EXACT)
+        states = t["decode_final_hidden"][:, :rows]
+        report.add(f"decode_final_hidden{suffix}", torch.stack(hidden[1:]), states, HIDDEN)
+        with torch.no_grad():
+            logits = [model.depth_head.logits(x, codes[:, i].repeat(len(halves), 1)) for i, x in enumerate(hidden)]
+            guided = [_guide(x, sampling.guidance) if sampling.guided else x for x in logits]
+            probs = _probabilities(torch.stack(guided).transpose(1, 2), sampling)
+            report.add(f"probs{suffix}", probs, t["probs"], HIDDEN)
+            by_frame = codes.unflatten(1, (frames, -1)).flatten(0, 1)
+            raw = model.codec.raw_frames(by_frame).unflatten(0, (h, frames))
+        if run is pipe:
+            _frames(report, raw, t)
+        shown = torch.stack([torch.from_numpy(clip.frames) for clip in clips])
+        report.add(f"frames as generated{suffix}", shown, to_pixels(raw), 1.0)
+
+
+def _hear(pipe: Pipeline, hidden: list[Tensor]) -> Any:
+    return _Heard(pipe.engine.decoder(), hidden)
 
 
 def _official_noise(about: dict[str, Any], noise: Tensor, rows: int, vocabulary: int) -> Tensor:
@@ -426,7 +448,7 @@ def _official_noise(about: dict[str, Any], noise: Tensor, rows: int, vocabulary:
 
 
 _GIVEN = {"codes", "logits"}  # what a trace gives to run with, and nobody computes
-_CHECKS: dict[str, Callable[[FileReport, Pipeline, dict[str, Any], dict[str, Tensor]], None]] = {
+_CHECKS: dict[str, Callable[[FileReport, Pipeline, dict[str, Any], dict[str, Tensor], Others], None]] = {
     "teacher_": _teacher,
     "rqvae_decode": _rqvae,
     "prompts": _prompts,
