@@ -7,6 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -346,21 +347,33 @@ class _Run:
         )
         self.prefill += clock.start() - began
         n = geometry.tokens_per_frame
-        for token in range(geometry.tokens):
-            if token:
-                embeds = model.next_input(inputs, self.codes[:, :token])
-                clock.stop("embed")
-                hidden = decoder.step(embeds)
-                clock.stop("decoder")
-            self.codes[:, token] = self.depth_head.sample(hidden, self._chooser(token))[: len(self.prompts)]
-            clock.stop("depth_head")
-            if (token + 1) % n == 0:
-                picture = model.codec.decode(self.codes[:, None, token + 1 - n : token + 1])[:, 0]
-                self.pictures.append(picture)
-                clock.stop("codec")
-                yield picture
-                clock.start()
+        for first in range(0, geometry.tokens, n):
+            with self._cores():
+                for token in range(first, first + n):
+                    if token:
+                        embeds = model.next_input(inputs, self.codes[:, :token])
+                        clock.stop("embed")
+                        hidden = decoder.step(embeds)
+                        clock.stop("decoder")
+                    self.codes[:, token] = self.depth_head.sample(hidden, self._chooser(token))[: len(self.prompts)]
+                    clock.stop("depth_head")
+            picture = model.codec.decode(self.codes[:, None, first : first + n])[:, 0]
+            self.pictures.append(picture)
+            clock.stop("codec")
+            yield picture
+            clock.start()
         self.total = self.prefill + sum(clock.parts.values())
+
+    @contextmanager
+    def _cores(self) -> Iterator[None]:
+        """Leave the cores to an engine with threads of its own: those of PyTorch wait actively after each operation."""
+        threads = torch.get_num_threads()
+        if self.pipe.engine.own_threads:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _chooser(self, token: int) -> Callable[[int, Tensor], Tensor]:
         noise = self.noise.at(token)
@@ -411,11 +424,16 @@ def _whole(name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class Engine:
-    """What decodes: every call makes a decoder and a depth head of its own, over weights that all share."""
+    """What decodes: every call makes a decoder and a depth head of its own, over weights that all share.
+
+    Attributes:
+        own_threads: whether it has threads beside PyTorch's.
+    """
 
     name: str
     decoder: Callable[[], Decoder]
     depth_head: Callable[[], DepthHead]
+    own_threads: bool = False
 
 
 def _check_engine(name: str, dtype: str) -> str:
@@ -438,7 +456,7 @@ def _engine(name: str, model: VideoModel, dtype: str, release: bool) -> Engine:
     if name == "reference":
         return Engine(name, partial(ReferenceDecoder, model.decoder), lambda: model.depth_head)
     weights = native.NativeWeights.pack(model.decoder, dtype, release)
-    return Engine(name, partial(native.NativeDecoder, weights), model.native_depth_head(dtype))
+    return Engine(name, partial(native.NativeDecoder, weights), model.native_depth_head(dtype), own_threads=True)
 
 
 def load(
