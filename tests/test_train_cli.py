@@ -7,6 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fastcar
 from fastcar.cli import main
@@ -45,6 +46,15 @@ def test_own_clips_become_a_model(folder, tmp_path, capsys):
     assert (
         main(["train", "decoder", *run, *clips, *small, "--name", "on", "--start-from", own, "--tokenizer", own]) == 0
     )
+    both = ["-o", str(tmp_path / "mean"), "--average-with"]
+    assert main(["train", "export", *run, "--name", "decoder", *both, own]) == 0
+    assert main(["train", "export", *run, "--name", "decoder", "-o", str(tmp_path / "alone")]) == 0
+    alone, more, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "own", "mean"))
+    for name, value in mean.items():
+        assert torch.equal(value, ((alone[name].float() + more[name].float()) / 2).bfloat16()), name
+    assert any(not torch.equal(alone[name], more[name]) for name in mean)
+    assert main(["train", "export", *run, *both, "nobody"]) == 2
+    assert "--average-with names" in capsys.readouterr().err
     clip = fastcar.load(own)("a box of colour b", frames=2)
     assert clip.frames.shape == (2, 32, 32, 3)
 

@@ -119,7 +119,7 @@ def verify(
         )
     if not traces.is_dir():
         raise ValueError(f"{traces} is no folder of traces")
-    others = [] if native.unavailable() else [Pipeline(model, "native", pipe.dtype)]
+    others = [] if native.unavailable() else [Pipeline(pipe.model, "native", pipe.dtype)]
     reports = []
     for path in sorted(traces.glob("*.json")):
         kind = next((kind for kind in _CHECKS if path.stem.startswith(kind)), None)

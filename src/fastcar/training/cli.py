@@ -79,6 +79,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--name", default="decoder", help="of the decoder run (default decoder)")
     sub.add_argument("--tokenizer", default="tokenizer", help="the codec run (default tokenizer), or a folder")
     sub.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
+    sub.add_argument(
+        "--average-with",
+        help="another decoder run or a folder, one of which went on from the other: write the mean of both",
+    )
     sub.add_argument("--model-name", help="what the model is called (default: as the folder)")
     sub.add_argument("--guidance", type=float, default=3.0, help="recommended guidance scale")
     sub.add_argument("--temperature", type=float, default=0.4, help="recommended temperature")
@@ -215,7 +219,7 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
         first_frames,
         test,
         output,
-        start_from=_weights(args),
+        start_from=_weights(args.run_dir, args.start_from, "--start-from") if args.start_from else None,
         device=device,
         compile=not args.no_compile,
         save_every=args.save_every,
@@ -225,23 +229,21 @@ def _decoder(args: argparse.Namespace) -> dict[str, Any]:
     return {"output": str(output)}
 
 
-def _weights(args: argparse.Namespace) -> dict[str, Tensor] | None:
-    """The weights that ``--start-from`` names."""
+def _weights(run_dir: Path, name: str, option: str) -> dict[str, Tensor]:
+    """The decoder's weights that an option names, by run or by folder."""
     from fastcar.models.mini.load import load
     from fastcar.training.checkpoint import load_checkpoint
 
-    if not args.start_from:
-        return None
-    if Path(args.start_from).is_dir():
-        return load(Path(args.start_from)).model.state_dict()
-    path = _existing(args.run_dir / f"{args.start_from}.safetensors")
+    if Path(name).is_dir():
+        return load(Path(name)).model.state_dict()
+    path = _existing(run_dir / f"{name}.safetensors", option)
     weights: dict[str, Tensor] = load_checkpoint(path, "decoder")[0]["model"]
     return weights
 
 
-def _existing(path: Path) -> Path:
+def _existing(path: Path, option: str = "--start-from") -> Path:
     if not path.is_file():
-        raise ValueError(f"--start-from names {path}, which does not exist")
+        raise ValueError(f"{option} names {path}, which does not exist")
     return path
 
 
@@ -260,7 +262,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from fastcar.models.mini.model import MiniModel
     from fastcar.replay.config import ReplayConfig
     from fastcar.sampling import SamplingConfig
-    from fastcar.training.checkpoint import load_checkpoint
+    from fastcar.training.checkpoint import load_checkpoint, load_weights
     from fastcar.training.decoder import codebook_digest
 
     if args.output.exists() and not args.output.is_dir():
@@ -274,7 +276,13 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{path} was trained on the codes of another tokenizer than {args.tokenizer!r}; name that one")
     config = config_from_dict(header["config"])
     model = MiniModel(config)
-    model.load_state_dict(state["model"])
+    weights = state["model"]
+    if args.average_with:
+        load_weights(model, _weights(args.run_dir, args.average_with, "--average-with"), "the weights to average with")
+        # both as they would be written alone
+        written = [{k: v.to(torch.bfloat16).float() for k, v in each.items()} for each in (weights, model.state_dict())]
+        weights = {k: (v + written[1][k]) / 2 for k, v in written[0].items()}
+    model.load_state_dict(weights)
     sampling = {"guidance": args.guidance, "temperature": args.temperature, "top_k": args.top_k}
     SamplingConfig(**sampling)
     replay = {"score": "input", "max_age": args.max_age or None, "tie_guidance": args.tie_guidance}
