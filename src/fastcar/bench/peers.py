@@ -45,6 +45,12 @@ def _inputs(shape: Shape, steps: int) -> Tensor:
     return torch.randn(steps, shape.batch, shape.config.hidden_size, generator=generator)
 
 
+def _fill(*caches: Tensor) -> None:
+    """Take a cache for full: memory that was never written would all be one page of zeros, and read from L1."""
+    for cache in caches:
+        cache.normal_()
+
+
 class ReferencePeer:
     """FastCar's reference decoder, eager PyTorch."""
 
@@ -55,7 +61,9 @@ class ReferencePeer:
         self.inputs = _inputs(shape, steps).bfloat16()
         geometry = Geometry(frames=2, tokens_per_frame=shape.context + steps, prefix=1)
         self.decoder.prefill(self.inputs[:1].transpose(0, 1), geometry)
-        self.decoder.steps = shape.context - 1  # attention reads the empty cache as it would read a full one
+        assert self.decoder.kv is not None
+        _fill(self.decoder.kv.keys, self.decoder.kv.values)
+        self.decoder.steps = shape.context - 1
         self.at = 0
 
     def step(self) -> None:
@@ -128,6 +136,8 @@ class TransformersPeer:
         self.position, self.at = shape.context, 0
         with torch.no_grad():  # lets the cache be made, then be taken for full
             self.model(inputs_embeds=self.inputs[:1].transpose(0, 1), **{self.cache_name: self.cache})
+        for layer in self.cache.layers:
+            _fill(layer.keys, layer.values)
         self.mask = torch.zeros(shape.batch, 1, 1, shape.context + steps, dtype=torch.bool)
         self.mask[..., : shape.context] = True
 
@@ -160,7 +170,8 @@ class CompiledPeer:
         c = shape.config
         self.model, self.inputs = model, _inputs(shape, steps).bfloat16()
         size = (c.layers, shape.batch, c.kv_heads, shape.context + steps, c.head_dim)
-        self.keys, self.values = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
+        self.keys, self.values = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.bfloat16)
+        _fill(self.keys, self.values)
         self.place = torch.arange(shape.context + steps)
         self.position, self.at = shape.context, 0
         self.run = torch.compile(self._run, dynamic=False)
@@ -303,7 +314,8 @@ PEERS: dict[str, tuple[Callable[[], str | None], Maker]] = {
     "torch.compile": (lambda: None, lambda s, m, n, _: CompiledPeer(s, m, n)),
     "llama.cpp": (partial(_missing, "llama_cpp"), LlamaCppPeer),
     "llama.cpp-q8_0": (partial(_missing, "llama_cpp"), partial(LlamaCppPeer, precision="int8")),
-    "native-float32": (native.unavailable, lambda s, m, n, _: _native(s, m, n, "float32")),
+    # weights that bfloat16 holds exactly would be kept in it
+    "native-float32": (native.unavailable, lambda s, m, n, _: _native(s, random_model(s, torch.float32), n, "float32")),
     "native-bfloat16": (native.unavailable, lambda s, m, n, _: _native(s, m, n, "bfloat16")),
     "native-int8": (native.unavailable, lambda s, m, n, _: _native(s, m, n, "int8")),
 }
