@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -15,8 +16,8 @@ namespace fastcar {
 
 namespace {
 
-constexpr int kSpins = 2000;     // tries before a waiting thread yields its core
-constexpr int kYields = 200;     // yields before a thread that waits for a job sleeps
+constexpr int kSpins = 2000;  // tries before a waiting thread yields its core
+constexpr std::chrono::microseconds kAwake{500};  // yielding, before a thread that waits for a job sleeps: a step is near
 constexpr int kMostThreads = 512;
 
 inline void relax() {
@@ -113,9 +114,14 @@ void Pool::run(const Job& job) {
 void Pool::work(int thread) {
     unsigned seen = 0;
     for (;;) {
-        int tries = 0;
-        while (round_.load(std::memory_order_acquire) == seen && tries < kSpins + kYields) {
-            ++tries < kSpins ? relax() : std::this_thread::yield();
+        const auto idle = std::chrono::steady_clock::now();
+        for (int tries = 0; round_.load(std::memory_order_acquire) == seen; ++tries) {
+            if (tries < kSpins) {
+                relax();
+            } else {
+                std::this_thread::yield();
+                if (tries % 16 == 0 && std::chrono::steady_clock::now() - idle > kAwake) break;
+            }
         }
         const Job* job;
         {

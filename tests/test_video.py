@@ -271,6 +271,7 @@ def test_nothing_is_left_by_an_interrupt(extension, tmp_path):
         import numpy as np
         from fastcar.video import write_video
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
         folder = pathlib.Path({str(tmp_path)!r})
 
         def interrupt():
