@@ -136,7 +136,8 @@ class TransformersPeer:
         self.position, self.at = shape.context, 0
         with torch.no_grad():  # lets the cache be made, then be taken for full
             self.model(inputs_embeds=self.inputs[:1].transpose(0, 1), **{self.cache_name: self.cache})
-        for layer in self.cache.layers:
+        layers: Any = self.cache.layers
+        for layer in layers:
             _fill(layer.keys, layer.values)
         self.mask = torch.zeros(shape.batch, 1, 1, shape.context + steps, dtype=torch.bool)
         self.mask[..., : shape.context] = True
