@@ -217,7 +217,7 @@ def test_bad_input_is_named():
         decoder.prefill(x[:, :3], GEOMETRY, mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="even number of rows"):
         decoder.prefill(x[:1, :3], GEOMETRY, replay=ReplayConfig(threshold=0.0), pairs=True)
-    with pytest.raises(MemoryError, match="GiB for keys and values"):
+    with pytest.raises(ValueError, match=r"KV cache of .* GiB"):
         decoder.prefill(x[:, :3], Geometry(2**24, 2**10, prefix=3))
     with pytest.raises(ValueError, match="unknown precision 'int4'"):
         make(random_model(), "int4")
@@ -321,6 +321,37 @@ def test_pipelines_in_several_threads():
     native.set_threads(1)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("precision", native.PRECISIONS)
+def test_a_row_gives_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads(precision):
+    weights = native.NativeWeights.pack(random_model(), precision)
+    x, options = frames_alike(5, GEOMETRY), {"replay": ReplayConfig(target_ratio=0.5)}
+    together = run(native.NativeDecoder(weights), x, **options)
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        for row in range(5):
+            assert torch.equal(run(native.NativeDecoder(weights), x[row : row + 1], **options)[0], together[row])
+    native.set_threads(1)
+
+
+def test_calls_that_overlap_leave_pytorchs_threads_as_they_were(tiny_folder):
+    pipe, before = fastcar.load(tiny_folder, engine="native"), torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen = []
+
+    def work():
+        pipe("a red square", frames=2)
+        seen.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    work()
+    torch.set_num_threads(before)
+    assert seen == [3] * 5
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])

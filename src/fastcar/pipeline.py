@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastcar.decoder import native
-from fastcar.decoder.base import Decoder
+from fastcar.decoder.base import Decoder, check_room
 from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.decoder.reference import ReferenceDecoder
 from fastcar.models.base import DepthHead, VideoModel
@@ -264,6 +263,32 @@ class Pipeline:
         return replay
 
 
+class _OneThread:
+    """PyTorch with one thread while anyone is inside, for engines that have threads of their own.
+
+    PyTorch's wait actively after each operation, and would take the cores. Their number is one for the process, so
+    calls that overlap in time must agree on what to go back to.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.threads = threading.Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.threads = torch.get_num_threads()
+            self.inside += 1
+            torch.set_num_threads(1)
+
+    def __exit__(self, *failure: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            torch.set_num_threads(self.threads)
+
+
+_ONE_THREAD = _OneThread()
+
+
 class _Run:
     """One batch on its way from prompts to clips."""
 
@@ -303,24 +328,13 @@ class _Run:
         self.inputs = model.prompts(self.prompts, self.sampling.guided, self.geometry.frames)
         self.prefill = time.perf_counter() - began
         self.geometry = replace(self.geometry, prefix=self.inputs.embeds.shape[1])
-        self._check_memory()
+        rows, itemsize = len(self.inputs.embeds), DTYPES[pipe.dtype].itemsize
+        check_room(model.decoder.config, rows, self.geometry, self.attention, self.replay, itemsize)
         self.noise = self._noise(noise)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)
         self.decoder, self.depth_head = pipe.engine.decoder(), pipe.engine.depth_head()
         self.pictures: list[Tensor] = []
         self.clock = _Clock()
-
-    def _check_memory(self) -> None:
-        """Refuse a request whose KV cache alone exceeds the machine."""
-        c, rows = self.pipe.model.decoder.config, len(self.prompts) * (2 if self.sampling.guided else 1)
-        width = DTYPES[self.pipe.dtype].itemsize
-        need = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * self.attention.slots(self.geometry)
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-        if need > have:
-            raise ValueError(
-                f"{len(self.prompts)} clips of {self.geometry.frames} frames need a KV cache of "
-                f"{need / 2**30:.0f} GiB, but this machine has {have / 2**30:.0f} GiB; ask for fewer frames or clips"
-            )
 
     def _noise(self, given: Tensor | Noise | None) -> Noise:
         model = self.pipe.model
@@ -348,7 +362,7 @@ class _Run:
         self.prefill += clock.start() - began
         n = geometry.tokens_per_frame
         for first in range(0, geometry.tokens, n):
-            with self._cores():
+            with _ONE_THREAD if self.pipe.engine.own_threads else nullcontext():
                 for token in range(first, first + n):
                     if token:
                         embeds = model.next_input(inputs, self.codes[:, :token])
@@ -363,17 +377,6 @@ class _Run:
             yield picture
             clock.start()
         self.total = self.prefill + sum(clock.parts.values())
-
-    @contextmanager
-    def _cores(self) -> Iterator[None]:
-        """Leave the cores to an engine with threads of its own: those of PyTorch wait actively after each operation."""
-        threads = torch.get_num_threads()
-        if self.pipe.engine.own_threads:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
     def _chooser(self, token: int) -> Callable[[int, Tensor], Tensor]:
         noise = self.noise.at(token)

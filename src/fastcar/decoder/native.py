@@ -7,7 +7,6 @@ and everything else of the package works on PyTorch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcar.decoder.base import check_prompt, check_room, check_step
 from fastcar.decoder.config import DecoderConfig
 from fastcar.decoder.kv_cache import AttentionConfig
 from fastcar.decoder.llama import MLP, LlamaLayer, LlamaModel
@@ -214,7 +214,7 @@ class NativeDecoder:
         self.geometry: Geometry | None = None
         self.replay: ReplayConfig | None = None
         self.policy: Policy | None = None
-        self.steps = 0
+        self.steps = self.rows = 0
 
     @torch.no_grad()
     def prefill(
@@ -228,12 +228,8 @@ class NativeDecoder:
         pairs: bool = False,
     ) -> Tensor:
         self.reset()
-        rows, length, hidden = embeds.shape
-        if hidden != self.config.hidden_size or length != geometry.prefix or length < 1:
-            raise ValueError(
-                f"prompt embeddings must be [rows, {geometry.prefix} >= 1, {self.config.hidden_size}], "
-                f"got {tuple(embeds.shape)}"
-            )
+        check_prompt(self.config, embeds, geometry)
+        rows, length, _ = embeds.shape
         real = torch.ones(rows, length, dtype=torch.bool) if mask is None else mask.bool().cpu()
         pads = length - real.sum(1)
         if not bool((real == (torch.arange(length) >= pads[:, None])).all()):
@@ -241,7 +237,8 @@ class NativeDecoder:
         attention = attention or AttentionConfig()
         sinks, window = attention.sizes(geometry)
         windowed = window < geometry.positions
-        self._check_room(rows, geometry, replay, attention)
+        itemsize = 2 if self.weights.precision == "bfloat16" else 4
+        check_room(self.config, rows, geometry, attention, replay, itemsize)
         first = torch.zeros_like(pads) if attention.sinks == "prompt" else pads
         hidden_states = self.decoder.prefill(
             array(embeds),
@@ -288,37 +285,10 @@ class NativeDecoder:
             rules["decide"] = policy.decide
         return rules
 
-    def _check_room(
-        self, rows: int, geometry: Geometry, replay: ReplayConfig | None, attention: AttentionConfig
-    ) -> None:
-        """Refuse a clip whose cache and rings exceed the machine.
-
-        Raises:
-            MemoryError: with the sums.
-        """
-        if not hasattr(os, "sysconf"):
-            return
-        c = self.config
-        width = 2 if self.weights.precision == "bfloat16" else 4
-        cache = 2 * c.layers * rows * c.kv_heads * c.head_dim * width * attention.slots(geometry)
-        rings = c.layers * rows * geometry.tokens_per_frame * 4 * 2 * c.hidden_size if replay else 0
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        need = self.weights.packed.bytes + cache + rings
-        if need > have:
-            raise MemoryError(
-                f"{rows} rows of {geometry.frames} frames need {cache / 2**30:.1f} GiB for keys and values and "
-                f"{rings / 2**30:.1f} GiB to replay, beside {self.weights.packed.bytes / 2**30:.1f} GiB of weights; "
-                f"this machine has {have / 2**30:.1f} GiB. Ask for fewer frames or clips, or a window"
-            )
-
     @torch.no_grad()
     def step(self, embeds: Tensor) -> Tensor:
-        if self.geometry is None:
-            raise RuntimeError("step before prefill: feed the prompts first")
-        if self.steps >= self.geometry.steps:
-            raise RuntimeError(f"the clip has {self.geometry.steps} decode steps and all are done")
-        if embeds.shape != (self.rows, self.config.hidden_size):
-            raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
+        check_step(self.config, embeds, self.rows, self.geometry, self.steps)
+        assert self.geometry is not None
         may_replay = self.geometry.may_replay(self.steps)
         hidden = self.decoder.step(array(embeds), may_replay)
         if self.policy is not None and may_replay:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastcar.decoder.base import check_prompt, check_step
 from fastcar.decoder.kv_cache import AttentionConfig, KVCache
 from fastcar.decoder.llama import LlamaModel, apply_rope, rope_tables
 from fastcar.geometry import Geometry
@@ -36,7 +37,7 @@ class ReferenceDecoder:
         self.geometry: Geometry | None = None
         self.kv: KVCache | None = None
         self.replay: ReplayCache | None = None
-        self.steps = 0
+        self.steps = self.rows = 0
 
     @torch.no_grad()
     def prefill(
@@ -51,11 +52,8 @@ class ReferenceDecoder:
     ) -> Tensor:
         self.reset()
         c = self.config
+        check_prompt(c, embeds, geometry)
         rows, length, hidden = embeds.shape
-        if hidden != c.hidden_size or length != geometry.prefix or length < 1:
-            raise ValueError(
-                f"prompt embeddings must be [rows, {geometry.prefix} >= 1, {c.hidden_size}], got {tuple(embeds.shape)}"
-            )
         device = embeds.device
         self.geometry, self.rows, self.pairs = geometry, rows, pairs
         if replay is not None:
@@ -88,12 +86,8 @@ class ReferenceDecoder:
 
     @torch.no_grad()
     def step(self, embeds: Tensor) -> Tensor:
-        if self.geometry is None or self.kv is None:
-            raise RuntimeError("step before prefill: feed the prompts first")
-        if self.steps >= self.geometry.steps:
-            raise RuntimeError(f"the clip has {self.geometry.steps} decode steps and all are done")
-        if embeds.shape != (self.rows, self.config.hidden_size):
-            raise ValueError(f"embeddings must be {(self.rows, self.config.hidden_size)}, got {tuple(embeds.shape)}")
+        check_step(self.config, embeds, self.rows, self.geometry, self.steps)
+        assert self.geometry is not None and self.kv is not None
         self.kv.turn(self.geometry.prefix + self.steps)
         cos, sin = rope_tables(self.lengths + self.steps, self.config.head_dim, self.config.rope_theta)
         cos, sin = cos[:, None, None], sin[:, None, None]
