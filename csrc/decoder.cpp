@@ -250,6 +250,7 @@ void Decoder::pass(Cache& cache, const std::vector<Token>& tokens, bool windowed
         mine_.emplace_back();
         mine_.back().rows.reserve(chunk_, std::max({s.hidden, s.heads * s.head_dim, s.intermediate}));
     }
+    for (Mine& mine : mine_) mine.scratch.resize(cache.slots + kLanes + s.heads * s.head_dim);
     bias_.resize(static_cast<size_t>(chunk_) * cache.slots);
     seen_.resize(chunk_);
     for (const Token& token : tokens)
@@ -258,7 +259,6 @@ void Decoder::pass(Cache& cache, const std::vector<Token>& tokens, bool windowed
     pool_->run([&](int thread) {
         const Share share(count, thread, pool_->size());
         for (int n = share.begin; n < share.end; ++n) see(cache, tokens[n], n, windowed);
-        mine_[thread].scratch.resize(cache.slots + kLanes + s.heads * s.head_dim);
         for (int n = 0; n < s.layers; ++n) layer(cache, n, tokens, thread, decoding, may_replay);
     });
 }
