@@ -250,7 +250,12 @@ void Decoder::pass(Cache& cache, const std::vector<Token>& tokens, bool windowed
         mine_.emplace_back();
         mine_.back().rows.reserve(chunk_, std::max({s.hidden, s.heads * s.head_dim, s.intermediate}));
     }
-    for (Mine& mine : mine_) mine.scratch.resize(cache.slots + kLanes + s.heads * s.head_dim);
+    for (Mine& mine : mine_) {
+        mine.scratch.resize(cache.slots + kLanes + s.heads * s.head_dim);
+        mine.computing.reserve(chunk_);
+        mine.scores.resize(session_.rows);
+        mine.mask.resize(units_);
+    }
     bias_.resize(static_cast<size_t>(chunk_) * cache.slots);
     seen_.resize(chunk_);
     for (const Token& token : tokens)
@@ -342,8 +347,6 @@ int Decoder::decide(int n, Workspace& mine, int thread, std::vector<int>& comput
     const Replay& replay = *session_.replay;
     const int rows = session_.rows;
     Mine& own = mine_[thread];
-    own.scores.resize(rows);
-    own.mask.resize(units_);
     const size_t place = static_cast<size_t>(n) * replay.tokens_per_frame + slot_;
     for (int row = 0; row < rows; ++row) {
         float score = 0;
@@ -441,7 +444,7 @@ void Decoder::layer(Cache& cache, int n, const std::vector<Token>& tokens, int t
     const bool remembering = decoding && session_.replay;
     const size_t place = remembering ? (static_cast<size_t>(n) * session_.replay->tokens_per_frame + slot_) : 0;
     int computed = count;
-    own.computing.resize(count);
+    own.computing.resize(count);  // within what pass() reserved
     for (int t = 0; t < count; ++t) own.computing[t] = t;
     if (may_replay) {
         computed = decide(n, mine, thread, own.computing);

@@ -60,6 +60,7 @@ void DepthHead::next(const int64_t* codes, float* logits) {
         mine_.emplace_back();
         mine_.back().reserve(room_, std::max({hidden_stride, code_stride, width_, heads_, inner_}));
     }
+    chances_.resize(static_cast<size_t>(pool_->size()) * w.depth);
     pool_->run([&](int thread) {
         const int threads = pool_->size();
         Workspace& mine = mine_[thread];
@@ -119,7 +120,7 @@ void DepthHead::block(int n, int thread) {
     pool.barrier();
     {
         const Share share(rows_ * w.heads, thread, threads);
-        std::vector<float> weights(at_ + 1);
+        float* weights = chances_.data() + static_cast<size_t>(thread) * w.depth;
         for (int i = share.begin; i < share.end; ++i) {
             const int row = i / w.heads, head = i % w.heads;
             float* q = projected_.data() + row * qkv_ + head * d;
@@ -141,7 +142,7 @@ void DepthHead::block(int n, int thread) {
                 weights[t] = k_.dot(q, cache + t * 2 * d, d) / std::sqrt(static_cast<float>(d));
                 top = std::max(top, weights[t]);
             }
-            for (float& weight : weights) total += weight = std::exp(weight - top);
+            for (int t = 0; t <= at_; ++t) total += weights[t] = std::exp(weights[t] - top);
             float* out = attended_.data() + row * heads_ + head * d;
             std::fill(out, out + d, 0.f);
             for (int t = 0; t <= at_; ++t)

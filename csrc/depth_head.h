@@ -46,6 +46,7 @@ private:
     size_t width_ = 0, qkv_ = 0, heads_ = 0, inner_ = 0;
     std::vector<Workspace> mine_;
     std::vector<float> hidden_, base_, sums_, x_, projected_, attended_, gates_, inner_rows_, logits_;
+    std::vector<float> chances_;  // [threads, depth], of attention
     std::vector<float> cache_;  // [layers, rows, heads, depth, 2, head_dim]
 };
 

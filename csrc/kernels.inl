@@ -2,9 +2,11 @@
 // own flags into its own namespace. FASTCAR_WIDTH is the number of float32 lanes of its registers.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "kernels.h"
 
@@ -194,8 +196,8 @@ void multiply_int8(const Matrix& w, const uint8_t* data, const Operand& x, size_
 }
 
 template <int R, int P>
-INLINE void multiply_block(const Matrix& w, const uint8_t* data, const Operand& x, size_t first, float* out,
-                           size_t stride, bool add) {
+void multiply_block(const Matrix& w, const uint8_t* data, const Operand& x, size_t first, float* out, size_t stride,
+                    bool add) {
     switch (w.precision) {
         case Precision::kFloat32:
             return multiply_float32<R, P>(w, data, x, first, out, stride, add);
@@ -206,35 +208,36 @@ INLINE void multiply_block(const Matrix& w, const uint8_t* data, const Operand& 
     }
 }
 
+// Rows at a time: their sums are what registers hold beside weights and inputs, and enough to keep both multipliers busy.
+constexpr int kBlock = kWidth == 16 ? 8 : 4;
+// With few rows that takes the sums of two panels.
+constexpr int kFew = std::max(4 / kParts, 1);
+
+using Block = void (*)(const Matrix&, const uint8_t*, const Operand&, size_t, float*, size_t, bool);
+
+template <int P, int... R>
+constexpr auto blocks_of(std::integer_sequence<int, R...>) {
+    return std::array<Block, sizeof...(R)>{multiply_block<R + 1, P>...};
+}
+
 void multiply(const Matrix& w, int begin, int end, const Operand& x, int rows, float* out, size_t stride, bool add) {
+    static constexpr auto one = blocks_of<1>(std::make_integer_sequence<int, kBlock>());
+    static constexpr auto two = blocks_of<2>(std::make_integer_sequence<int, kFew>());
+    const int count = (rows + kBlock - 1) / kBlock;  // blocks of about the same size
     for (int panel = begin; panel < end;) {
-        // With few rows two panels at a time keep more sums in flight than an addition takes to finish.
-        const int wide = rows <= 2 && panel + 2 <= end ? 2 : 1;
         const uint8_t* data = w.data + panel * w.panel_bytes;
         float* to = out + panel * kLanes;
-        int row = 0;
-        for (; row + 4 <= rows; row += 4) multiply_block<4, 1>(w, data, x, row, to + row * stride, stride, add);
-        float* rest = to + row * stride;
-        switch (rows - row) {
-            case 3:
-                multiply_block<3, 1>(w, data, x, row, rest, stride, add);
-                break;
-            case 2:
-                if (wide == 2)
-                    multiply_block<2, 2>(w, data, x, row, rest, stride, add);
-                else
-                    multiply_block<2, 1>(w, data, x, row, rest, stride, add);
-                break;
-            case 1:
-                if (wide == 2)
-                    multiply_block<1, 2>(w, data, x, row, rest, stride, add);
-                else
-                    multiply_block<1, 1>(w, data, x, row, rest, stride, add);
-                break;
-            default:
-                break;
+        if (rows <= kFew && panel + 2 <= end) {
+            two[rows - 1](w, data, x, 0, to, stride, add);
+            panel += 2;
+            continue;
         }
-        panel += wide;
+        for (int n = 0, row = 0; n < count; ++n) {
+            const int size = (rows - row + count - n - 1) / (count - n);
+            one[size - 1](w, data, x, row, to + row * stride, stride, add);
+            row += size;
+        }
+        ++panel;
     }
 }
 

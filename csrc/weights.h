@@ -76,14 +76,14 @@ struct Block {
     }
 };
 
-// A thread's own copy of the rows it multiplies.
+// A thread's own copy of the rows it multiplies. All memory is taken beforehand: a thread of the pool must not throw.
 class Workspace {
 public:
     void reserve(int rows, size_t widest) {
         stride_ = pad(widest, kGroup);
-        rows_ = rows;
         values_.assign(rows * stride_, 0.f);
-        quantised_.clear();
+        quantised_.assign(rows * stride_, 0);
+        scales_.assign(rows * stride_ / kGroup, 0.f);
     }
     float* row(int n) { return values_.data() + n * stride_; }
     size_t stride() const { return stride_; }
@@ -93,10 +93,6 @@ public:
     Operand operand(const Kernels& k, const Matrix& w, const float* values, size_t stride, int rows) {
         Operand x{values, nullptr, nullptr, stride};
         if (w.precision != Precision::kInt8) return x;
-        if (quantised_.empty()) {
-            quantised_.resize(rows_ * stride_);
-            scales_.resize(rows_ * stride_ / kGroup);
-        }
         for (int n = 0; n < rows; ++n)
             k.quantise(values + n * stride, w.inputs, quantised_.data() + n * stride,
                        scales_.data() + n * (stride / kGroup));
@@ -107,7 +103,6 @@ public:
 
 private:
     size_t stride_ = 0;
-    int rows_ = 0;
     std::vector<float> values_, scales_;
     std::vector<int16_t> quantised_;
 };
