@@ -328,7 +328,7 @@ class _Run:
         self.inputs = model.prompts(self.prompts, self.sampling.guided, self.geometry.frames)
         self.prefill = time.perf_counter() - began
         self.geometry = replace(self.geometry, prefix=self.inputs.embeds.shape[1])
-        rows, itemsize = len(self.inputs.embeds), DTYPES[pipe.dtype].itemsize
+        rows, itemsize = len(self.inputs.embeds), 4 if pipe.dtype == "float32" else 2  # of keys and values
         check_room(model.decoder.config, rows, self.geometry, self.attention, self.replay, itemsize)
         self.noise = self._noise(noise)
         self.codes = torch.zeros(len(prompts), self.geometry.tokens, model.depth, dtype=torch.long)

@@ -2,7 +2,7 @@
 
 A step of decoding reads every weight and every key and value once and computes little with them, so the yardstick is
 bytes a second against what all threads of this machine can read, measured in the same run. Peers decode at equal shapes
-with equal weights and context, one step each in turns, and medians are told; none has an output head. With replay
+with equal weights and context, a few steps each in turns, and medians are told; none has an output head. With replay
 fewer bytes are read: what is told is the speed-up over the same decoder's dense step, beside that of the bytes. Two
 rows that decide apart save a layer's bytes only where both happen to replay.
 """
@@ -34,15 +34,29 @@ RATIOS = (0.0, 0.2, 0.5, 0.8, 0.87, 1.0)
 Log = Callable[[str], None]
 
 
-def _in_turns(peers: dict[str, Any], steps: int, warm: int) -> dict[str, list[float]]:
-    """Seconds of each step: all peers one step each, again and again."""
+_TURN, _WARM = 10, 2  # steps of a turn that are timed, and before them
+
+
+def _all_steps(steps: int) -> int:
+    """Steps that a peer makes for so many timed ones."""
+    return steps + _WARM * -(-steps // _TURN)
+
+
+def _in_turns(peers: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step: every peer a few steps, again and again.
+
+    Not one step each: threads of the peer before (OpenMP's most of all) still spin then, and take a core away from a
+    step that is over sooner than they give up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in peers}
-    for n in range(warm + steps):
+    for begin in range(0, steps, _TURN):
         for name, peer in peers.items():
-            began = time.perf_counter()
-            peer.step()
-            if n >= warm:
-                seconds[name].append(time.perf_counter() - began)
+            time.sleep(0.05)
+            for n in range(_WARM + min(_TURN, steps - begin)):
+                began = time.perf_counter()
+                peer.step()
+                if n >= _WARM:
+                    seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
@@ -76,7 +90,7 @@ def run_decode(shape: Shape, names: Sequence[str], steps: int, log: Log, quick: 
     """
     if unknown := ", ".join(sorted(set(names) - set(PEERS))):
         raise ValueError(f"unknown peers {unknown}; known are {', '.join(PEERS)}")
-    model, warm = random_model(shape), 3
+    model = random_model(shape)
     limit = bandwidth(quick)
     peers: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -88,11 +102,11 @@ def run_decode(shape: Shape, names: Sequence[str], steps: int, log: Log, quick: 
                 continue
             log(f"{shape.name}: {name} is made ready")
             try:
-                peers[name] = make(shape, model, steps + warm + 2, Path(folder))
-            except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # another version of a peer
+                peers[name] = make(shape, model, _all_steps(steps), Path(folder))
+            except Exception as error:  # another version of a peer, or a shape that it cannot take
                 left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         log(f"{shape.name}: timing")
-        seconds = _in_turns(peers, steps, warm)
+        seconds = _in_turns(peers, steps)
     limit = max(limit, bandwidth(quick))
     rows = {}
     for name, peer in peers.items():
@@ -135,9 +149,9 @@ def run_replay(
     peers = {}
     for name, (replay, attention) in settings.items():
         log(f"{shape.name}: native, {name}, is made ready")
-        peers[name] = NativePeer(shape, weights, steps + 3, replay, attention)
+        peers[name] = NativePeer(shape, weights, _all_steps(steps), replay, attention)
     log(f"{shape.name}: timing")
-    seconds = _in_turns(peers, steps, 3)
+    seconds = _in_turns(peers, steps)
     dense = statistics.median(seconds["dense"])
     rows = []
     for name, peer in peers.items():

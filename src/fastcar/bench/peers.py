@@ -214,7 +214,8 @@ class LlamaCppPeer:
         path = folder / f"{shape.name}-{precision}.gguf"
         _write_gguf(path, shape, model, precision)
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(_silent(llama_cpp), None)
+        self.silent = _silent(llama_cpp)  # kept: llama.cpp calls it as long as it lives
+        llama_cpp.llama_log_set(self.silent, None)
         loaded = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not loaded:
             raise RuntimeError(f"llama.cpp could not load {path}")

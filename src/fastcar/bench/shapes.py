@@ -35,9 +35,9 @@ class Shape:
         return _WIDTHS[precision] * c.layers * (c.attention_weights + (1 - skipped) * c.mlp_weights)
 
     def cache_bytes(self, precision: str, attended: int | None = None) -> float:
-        """Bytes of keys and values that a step reads; they are kept in bfloat16, or in float32 beside other weights."""
+        """Bytes of keys and values that a step reads: float32 beside such weights, else bfloat16."""
         c = self.config
-        width = 2 if precision == "bfloat16" else 4
+        width = 4 if precision == "float32" else 2
         return 2.0 * c.layers * self.batch * c.kv_heads * c.head_dim * width * (attended or self.context)
 
     def step_bytes(self, precision: str, skipped: float = 0.0, attended: int | None = None) -> float:

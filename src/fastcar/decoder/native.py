@@ -154,7 +154,7 @@ class NativeWeights:
 
     Attributes:
         precision: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (groups of 64 inputs with a scale; activations in 16
-            bits). Keys and values are kept in bfloat16 if it is ``"bfloat16"``, else in float32.
+            bits). Keys and values are kept in float32 if it is ``"float32"``, else in bfloat16.
     """
 
     config: DecoderConfig
@@ -191,7 +191,7 @@ class NativeWeights:
             rotary_frequencies(c.head_dim, c.rope_theta),
             blocks,
             norm(model.norm.weight, c.rms_norm_eps),
-            precision == "bfloat16",
+            precision != "float32",
         )
         return cls(c, precision, packed)
 
@@ -237,7 +237,7 @@ class NativeDecoder:
         attention = attention or AttentionConfig()
         sinks, window = attention.sizes(geometry)
         windowed = window < geometry.positions
-        itemsize = 2 if self.weights.precision == "bfloat16" else 4
+        itemsize = 4 if self.weights.precision == "float32" else 2
         check_room(self.config, rows, geometry, attention, replay, itemsize)
         first = torch.zeros_like(pads) if attention.sinks == "prompt" else pads
         hidden_states = self.decoder.prefill(
